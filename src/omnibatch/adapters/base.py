@@ -1,0 +1,252 @@
+"""The adapter interface, and all of it that is not one model's business.
+
+An adapter serves a model in every mode through four lifecycle methods. This base class writes them for
+flow-matching models; a model's file fills in what differs, in pipeline order: :meth:`~RolloutAdapter.encode_prompt`,
+:meth:`~RolloutAdapter.latent_shape` and :meth:`~RolloutAdapter.schedule_shift`,
+:meth:`~RolloutAdapter.predict_velocity`, :meth:`~RolloutAdapter.guide`, :meth:`~RolloutAdapter.decode_latents`.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from omnibatch.algorithms import sde_arguments, validate_algorithm
+from omnibatch.request import DiffusionOutput, OmniDiffusionRequest, OmniDiffusionSamplingParams
+from omnibatch.request_batch import DiffusionRequestBatch
+from omnibatch.sde import sample_step, schedule_coefficients
+from omnibatch.step_batch import ForwardRows, PromptEncoding, StepBatch, StepRequestState
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+
+class RolloutAdapter(ABC):
+    """One model, served in every mode. It keeps no request's state and knows no scheduler.
+
+    Args:
+        pipeline: the diffusers pipeline whose modules do the work; they are shared, not copied.
+        algorithm: the training algorithm that reads the rollouts.
+    """
+
+    supports_request_batch = True
+    default_max_sequence_length = 512
+    largest_max_sequence_length = 1024
+
+    def __init__(self, pipeline: DiffusionPipeline, algorithm: str = "flow_grpo"):
+        self.pipeline: Any = pipeline
+        self.algorithm = validate_algorithm(algorithm)
+
+    @property
+    def transformer(self) -> Any:
+        return self.pipeline.transformer
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.transformer.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.transformer.dtype
+
+    # What a model's file fills in, in pipeline order.
+
+    @abstractmethod
+    def encode_prompt(self, request: OmniDiffusionRequest, max_sequence_length: int, prefix: str) -> PromptEncoding:
+        """Encode the request's prompt (``prefix`` ``""``) or its negative prompt (``"negative_"``)."""
+
+    @abstractmethod
+    def guidance_scale(self, request: OmniDiffusionRequest) -> float:
+        """The request's guidance scale; 1 or less means that the negative branch is skipped."""
+
+    @abstractmethod
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        """Shape of one row's latents, as the transformer takes them."""
+
+    def draw_latents(self, height: int, width: int, generator: torch.Generator) -> torch.Tensor:
+        """One row's initial latents, float32, drawn as the diffusers pipeline draws them."""
+        return torch.randn(self.latent_shape(height, width), generator=generator, device=generator.device)
+
+    def schedule_shift(self, height: int, width: int) -> float | None:
+        """The ``mu`` of a dynamically shifted schedule, or ``None`` for a static one."""
+        return None
+
+    def default_sigmas(self, num_inference_steps: int) -> list[float] | None:
+        """Sigmas the pipeline passes to its scheduler when the user gives none."""
+        return None
+
+    @abstractmethod
+    def predict_velocity(
+        self, latents: torch.Tensor, timesteps: torch.Tensor, rows: ForwardRows, image_size: tuple[int, int]
+    ) -> torch.Tensor:
+        """One transformer call: latents ``(r, ...)`` in the model's dtype, timesteps float32 ``(r,)``."""
+
+    def guide(self, positive: torch.Tensor, negative: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Combine the branches, ``(G, ...)`` float32 each, with scales ``(G,)``."""
+        scale = scale.view(-1, *[1] * (positive.dim() - 1))
+        return negative + scale * (positive - negative)
+
+    @abstractmethod
+    def decode_latents(self, latents: torch.Tensor, image_size: tuple[int, int]) -> torch.Tensor:
+        """Pictures ``(n, 3, H, W)`` in [-1, 1] from final latents ``(n, ...)`` float32."""
+
+    # The lifecycle.
+
+    def shape_key(self, request: OmniDiffusionRequest) -> Hashable:
+        """What must be equal for two requests to share a forward, known before anything is encoded."""
+        return self._image_size(request.sampling_params)
+
+    def prepare_encode(self, state: StepRequestState) -> None:
+        """Turn a request into a state ready for its first step: encoded prompts, noise, schedule.
+
+        Raises:
+            ValueError: naming the field, its value and what would be right.
+        """
+        request, sampling = state.request, state.sampling
+        request.validate()
+        height, width = self._validated_size(sampling)
+        max_sequence_length = self._max_sequence_length(sampling)
+        state.generators = sampling.draw_generators()
+        state.seeds = [generator.initial_seed() for generator in state.generators]
+        state.sigmas, state.timesteps = self._noise_schedule(sampling, height, width)
+
+        arguments = sde_arguments(sampling.extra_args, len(state.timesteps), state.seeds[0])
+        state.sde_window, state.logprobs = arguments.window, arguments.logprobs
+        state.noisy = arguments.noise_level > 0
+        coefficients = schedule_coefficients(
+            state.sigmas.double().tolist(),
+            arguments.window,
+            noise_level=arguments.noise_level,
+            sde_type=arguments.sde_type,
+        )
+        state.schedule = torch.cat([state.timesteps[:, None], coefficients], dim=1).to(self.device)
+
+        state.prompt_encoding = self.encode_prompt(request, max_sequence_length, "")
+        state.guidance = self.guidance_scale(request)
+        if state.guidance > 1:
+            state.negative_encoding = self.encode_prompt(request, max_sequence_length, "negative_")
+        state.latents = self._initial_latents(sampling, height, width, state.generators)
+        state.extra["image_size"] = (height, width)
+
+    def denoise_step(self, input_batch: StepBatch) -> torch.Tensor:
+        """Predict the velocity of every row of a gathered batch.
+
+        Returns:
+            float32 ``(R, ...)``, guided where the row is guided.
+        """
+        latents = input_batch.latents
+        model_latents = latents.to(self.dtype)
+        total = input_batch.num_rows + len(input_batch.guided_rows)
+        velocity = latents.new_empty((total, *latents.shape[1:]))
+        image_size = input_batch.states[0].extra["image_size"]
+        for rows in input_batch.forwards:
+            prediction = self.predict_velocity(
+                model_latents[rows.source], input_batch.timesteps[rows.source], rows, image_size
+            )
+            velocity[rows.target] = prediction[: rows.num_rows].float()
+        positive, negative = velocity.split([input_batch.num_rows, len(input_batch.guided_rows)])
+        if len(negative):
+            guided = self.guide(positive[input_batch.guided_rows], negative, input_batch.guidance)
+            positive[input_batch.guided_rows] = guided
+        return positive
+
+    def step_scheduler(self, input_batch: StepBatch, noise_pred: torch.Tensor) -> None:
+        """Take one reverse step for every row and hand the rows back to their requests."""
+        step = sample_step(input_batch.latents, noise_pred, input_batch.coefficients, noise=input_batch.draw_noise())
+        input_batch.scatter(step.next_sample, step.log_prob)
+
+    def post_decode(self, states: Sequence[StepRequestState]) -> None:
+        """Decode the pictures of finished requests."""
+        for state in states:
+            if state.sampling.output_type == "latent":
+                continue
+            # One row a call: a picture's bits then depend on its latents alone.
+            pictures = [self.decode_latents(row[None], state.extra["image_size"]) for row in state.latents]
+            images = torch.cat(pictures).float().mul(0.5).add(0.5).clamp(0, 1)
+            state.images = images.mul(255).round().to(torch.uint8).cpu()
+
+    @torch.no_grad()
+    def forward(self, req: OmniDiffusionRequest | DiffusionRequestBatch) -> list[DiffusionOutput]:
+        """Run whole requests together, from prompts to pictures.
+
+        Returns:
+            One output per request, in order.
+
+        Raises:
+            ValueError: when a request is bad, or when the requests' latents differ in shape.
+        """
+        requests = req.requests if isinstance(req, DiffusionRequestBatch) else [req]
+        states = [StepRequestState(request) for request in requests]
+        for state in states:
+            self.prepare_encode(state)
+        if len({state.shape_key for state in states}) > 1:
+            sizes = sorted({str(state.extra["image_size"]) for state in states})
+            raise ValueError(f"requests of one forward must have one picture size, got {', '.join(sizes)}")
+        batch = StepBatch(states)
+        while active := [state for state in states if not state.denoise_completed]:
+            if active != batch.states:
+                batch = StepBatch(active)
+            batch.gather()
+            self.step_scheduler(batch, self.denoise_step(batch))
+        self.post_decode(states)
+        return [state.to_output() for state in states]
+
+    # Pieces of prepare_encode.
+
+    @property
+    def size_multiple(self) -> int:
+        """Pixels that height and width must be multiples of: the VAE's reduction times the patch size."""
+        return self.pipeline.vae_scale_factor * 2
+
+    def _image_size(self, sampling: OmniDiffusionSamplingParams) -> tuple[int, int]:
+        default = self.pipeline.default_sample_size * self.pipeline.vae_scale_factor
+        return sampling.height or default, sampling.width or default
+
+    def _validated_size(self, sampling: OmniDiffusionSamplingParams) -> tuple[int, int]:
+        height, width = self._image_size(sampling)
+        for name, value in (("height", height), ("width", width)):
+            if value % self.size_multiple:
+                raise ValueError(f"{name} must be a multiple of {self.size_multiple}, got {value}")
+        return height, width
+
+    def _max_sequence_length(self, sampling: OmniDiffusionSamplingParams) -> int:
+        length = sampling.max_sequence_length or self.default_max_sequence_length
+        if length > self.largest_max_sequence_length:
+            raise ValueError(f"max_sequence_length must be at most {self.largest_max_sequence_length}, got {length}")
+        return length
+
+    def _noise_schedule(
+        self, sampling: OmniDiffusionSamplingParams, height: int, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sigmas ``(T + 1,)`` and timesteps ``(T,)``, float32 on the CPU, from a copy of the model's scheduler.
+
+        The pipeline's own scheduler object keeps one step index for whoever used it last; a request must not share it.
+        """
+        scheduler = copy.deepcopy(self.pipeline.scheduler)
+        steps = sampling.num_inference_steps
+        sigmas = self.default_sigmas(steps) if sampling.sigmas is None else [float(s) for s in sampling.sigmas]
+        arguments: dict[str, Any] = {"num_inference_steps": steps} if sigmas is None else {"sigmas": sigmas}
+        shift = self.schedule_shift(height, width)
+        if shift is not None:
+            arguments["mu"] = shift
+        with np.errstate(invalid="ignore"):
+            scheduler.set_timesteps(device="cpu", **arguments)
+        if not torch.isfinite(scheduler.sigmas).all():
+            raise ValueError(f"num_inference_steps must be larger for this model's noise schedule, got {steps}")
+        return scheduler.sigmas, scheduler.timesteps
+
+    def _initial_latents(
+        self, sampling: OmniDiffusionSamplingParams, height: int, width: int, generators: list[torch.Generator]
+    ) -> torch.Tensor:
+        if sampling.latents is None:
+            rows = [self.draw_latents(height, width, generator) for generator in generators]
+            return torch.stack(rows).to(self.device)
+        shape = (sampling.num_outputs_per_prompt, *self.latent_shape(height, width))
+        if tuple(sampling.latents.shape) != shape:
+            raise ValueError(f"latents must have the shape {shape}, got {tuple(sampling.latents.shape)}")
+        return sampling.latents.detach().to(self.device, torch.float32, copy=True)

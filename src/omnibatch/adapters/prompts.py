@@ -1,0 +1,114 @@
+"""Prompts as users hand them over: text, token ids or embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from omnibatch.request import OmniDiffusionRequest
+from omnibatch.step_batch import PromptEncoding
+
+
+def prompt_text(request: OmniDiffusionRequest, prefix: str = "", default: str | None = None) -> str:
+    """The prompt (``prefix`` ``""``) or negative prompt (``"negative_"``) as text.
+
+    Raises:
+        ValueError: when there is none and no default, or when it is not a string.
+    """
+    name = f"{prefix}prompt"
+    text = request.prompt_field(name)
+    if text is None:
+        text = default
+    if text is None:
+        raise ValueError(f"{name} is missing: give it as text, token ids or embeddings")
+    if not isinstance(text, str):
+        raise ValueError(f"{name} must be a string, got {type(text).__name__}")
+    return text
+
+
+def given_token_ids(request: OmniDiffusionRequest, prefix: str = "") -> list[int] | None:
+    """The token ids that the request brings, without the positions its mask hides, or ``None``.
+
+    Raises:
+        ValueError: when the ids are not one row of integers or the mask has another length.
+    """
+    name = f"{prefix}prompt_token_ids"
+    value = request.prompt_field(name, f"{prefix}prompt_ids")
+    if value is None:
+        return None
+    token_ids = _one_row(value, name)
+    mask = request.prompt_field(f"{prefix}prompt_mask")
+    if mask is None:
+        return token_ids
+    kept = _one_row(mask, f"{prefix}prompt_mask")
+    if len(kept) != len(token_ids):
+        raise ValueError(f"{prefix}prompt_mask must be as long as {name} ({len(token_ids)}), got {len(kept)}")
+    return [token for token, keep in zip(token_ids, kept) if keep]
+
+
+def given_extra_token_ids(
+    request: OmniDiffusionRequest, prefix: str, tokenizers: Sequence[str]
+) -> dict[str, list[int]] | None:
+    """The token ids per tokenizer that the request brings, or ``None``.
+
+    Raises:
+        ValueError: naming the tokenizer whose ids are missing.
+    """
+    name = f"{prefix}extra_prompt_ids"
+    value = request.prompt_field(name)
+    if value is None:
+        if request.prompt_field(f"{prefix}prompt_token_ids", f"{prefix}prompt_ids") is not None:
+            raise ValueError(f"{name} is missing: this model needs token ids for each of {', '.join(tokenizers)}")
+        return None
+    for tokenizer in tokenizers:
+        if value.get(tokenizer) is None:
+            raise ValueError(f"{name} lacks the ids of {tokenizer!r}, it has {', '.join(map(repr, value)) or 'none'}")
+    return {tokenizer: _one_row(value[tokenizer], f"{name}[{tokenizer!r}]") for tokenizer in tokenizers}
+
+
+def given_embeddings(
+    request: OmniDiffusionRequest, prefix: str, width: int, *, pooled: bool = False
+) -> PromptEncoding | None:
+    """The embeddings that the request brings, or ``None``.
+
+    Args:
+        width: the last axis that the model needs.
+        pooled: whether the model has pooled embeddings (and no text mask).
+
+    Raises:
+        ValueError: naming the field whose shape is wrong or which is missing.
+    """
+    name = f"{prefix}prompt_embeds"
+    embeds = request.prompt_field(name)
+    if embeds is None:
+        return None
+    embeds = embeds[0] if embeds.dim() == 3 and len(embeds) == 1 else embeds
+    if embeds.dim() != 2 or embeds.shape[1] != width:
+        raise ValueError(f"{name} must have the shape (L, {width}), got {tuple(embeds.shape)}")
+    if pooled:
+        pooled_name = f"{prefix}pooled_prompt_embeds"
+        value = request.prompt_field(pooled_name)
+        if value is None:
+            raise ValueError(f"{pooled_name} is missing: {name} needs it beside it")
+        return PromptEncoding(embeds, pooled_prompt_embeds=value.reshape(-1))
+    mask = request.prompt_field(f"{prefix}prompt_embeds_mask")
+    if mask is None:
+        return PromptEncoding(embeds, torch.ones(len(embeds), dtype=torch.bool))
+    mask = mask.reshape(-1).bool().cpu()
+    if len(mask) != len(embeds) or not mask.any():
+        raise ValueError(
+            f"{prefix}prompt_embeds_mask must be as long as {name} ({len(embeds)}) and true somewhere, "
+            f"got {int(mask.sum())} of {len(mask)} true"
+        )
+    # Padding behind the last token says nothing, and would make the row's length depend on how it was padded.
+    length = int(mask.nonzero().max()) + 1
+    return PromptEncoding(embeds[:length], mask[:length])
+
+
+def _one_row(value: torch.Tensor | Sequence[int], name: str) -> list[int]:
+    tensor = torch.as_tensor(value)
+    tensor = tensor[0] if tensor.dim() == 2 and len(tensor) == 1 else tensor
+    if tensor.dim() != 1 or tensor.is_floating_point() or not len(tensor):
+        raise ValueError(f"{name} must be one row of integers, got shape {tuple(tensor.shape)} of {tensor.dtype}")
+    return tensor.tolist()

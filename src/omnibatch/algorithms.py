@@ -1,0 +1,134 @@
+"""What each training algorithm asks of a rollout and reads from it.
+
+``flow_grpo`` (Flow-GRPO, arXiv 2505.05470) samples an SDE inside a window of steps and the ODE outside it, and reads
+the window's latents, timesteps and log-probs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from omnibatch.request import DiffusionOutput
+from omnibatch.request_batch import sample_per_sample_sde_windows
+from omnibatch.sde import SDE_TYPES
+
+ALGORITHMS = ("flow_grpo",)
+
+EXTRA_ARGS = ("noise_level", "sde_type", "sde_window_size", "sde_window_range", "logprobs")
+
+
+@dataclass(frozen=True)
+class SdeArguments:
+    """The algorithm's arguments of one request, checked.
+
+    Attributes:
+        noise_level: a in the papers, 0 for the ODE.
+        sde_type: one of :data:`omnibatch.sde.SDE_TYPES`.
+        window: SDE steps ``(start, end)``, ``end`` exclusive.
+        logprobs: whether log-probs are returned.
+    """
+
+    noise_level: float
+    sde_type: str
+    window: tuple[int, int]
+    logprobs: bool
+
+
+def validate_algorithm(algorithm: str) -> str:
+    """Return the name, or raise a ``ValueError`` that names it and the known ones."""
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
+    return algorithm
+
+
+def sde_arguments(extra_args: Mapping[str, Any], num_timesteps: int, seed: int) -> SdeArguments:
+    """Read ``extra_args`` for a schedule of ``num_timesteps`` steps.
+
+    The window's start is drawn from a generator of its own, seeded with the request's seed, so that drawing it does
+    not disturb the noise and any one output can be made again alone.
+
+    Args:
+        extra_args: ``noise_level`` (default 0.7), ``sde_type`` (``"sde"``), ``sde_window_size`` (``None``: all steps
+            but the last), ``sde_window_range`` (``(0, num_timesteps - 1)``; a list, or a string such as ``"[0,5]"``),
+            ``logprobs`` (``True``).
+
+    Raises:
+        ValueError: naming the field, its value and what would be right.
+    """
+    unknown = sorted(set(extra_args) - set(EXTRA_ARGS))
+    if unknown:
+        raise ValueError(f"extra_args has no field {unknown[0]!r}; known are {', '.join(EXTRA_ARGS)}")
+    noise_level = extra_args.get("noise_level", 0.7)
+    if not (isinstance(noise_level, (int, float)) and math.isfinite(noise_level) and noise_level >= 0):
+        raise ValueError(f"noise_level must be a finite number of at least 0, got {noise_level!r}")
+    sde_type = extra_args.get("sde_type", "sde")
+    if sde_type not in SDE_TYPES:
+        raise ValueError(f"sde_type must be one of {', '.join(SDE_TYPES)}, got {sde_type!r}")
+    logprobs = extra_args.get("logprobs", True)
+    if not isinstance(logprobs, bool):
+        raise ValueError(f"logprobs must be true or false, got {logprobs!r}")
+    size = extra_args.get("sde_window_size")
+    low, high = _window_range(extra_args.get("sde_window_range"), num_timesteps)
+    if size is not None and not (isinstance(size, int) and 1 <= size <= high - low):
+        raise ValueError(
+            f"sde_window_size must be an integer from 1 to the length of sde_window_range [{low}, {high}], got {size!r}"
+        )
+    window = sample_per_sample_sde_windows(
+        sde_window_size=size,
+        sde_window_range=(low, high),
+        num_timesteps=num_timesteps,
+        batch_size=1,
+        generator=torch.Generator().manual_seed(seed),
+        device=torch.device("cpu"),
+    )[0]
+    return SdeArguments(float(noise_level), sde_type, window, logprobs)
+
+
+def training_fields(output: DiffusionOutput) -> dict[str, torch.Tensor | None]:
+    """The tensors that Flow-GRPO training reads, under the names it reads them by.
+
+    Returns:
+        ``all_latents`` ``(n, W + 1, ...)`` float32, ``all_log_probs`` ``(n, W)`` float32, ``all_timesteps`` ``(n, W)``,
+        the prompt embeddings and masks, and their negatives, which are ``None`` without guidance; models with pooled
+        embeddings have those too.
+    """
+    tensors = {
+        "all_latents": output.trajectory_latents,
+        "all_log_probs": output.trajectory_log_probs,
+        "all_timesteps": output.trajectory_timesteps,
+        "prompt_embeds": output.prompt_embeds,
+        "prompt_embeds_mask": output.prompt_embeds_mask,
+        "negative_prompt_embeds": output.negative_prompt_embeds,
+        "negative_prompt_embeds_mask": output.negative_prompt_embeds_mask,
+    }
+    if output.pooled_prompt_embeds is not None:
+        tensors["pooled_prompt_embeds"] = output.pooled_prompt_embeds
+        tensors["negative_pooled_prompt_embeds"] = output.negative_pooled_prompt_embeds
+    return tensors
+
+
+def _window_range(value: Any, num_timesteps: int) -> tuple[int, int]:
+    if value is None:
+        return 0, max(num_timesteps - 1, 0)
+    bounds = f"0 <= low < high <= {num_timesteps} steps"
+    message = f"sde_window_range must be two integers [low, high] with {bounds}, got {value!r}"
+    if isinstance(value, str):
+        try:
+            value = json.loads(value.replace("(", "[").replace(")", "]"))
+        except json.JSONDecodeError:
+            raise ValueError(message) from None
+    try:
+        low, high = value
+    except (TypeError, ValueError):
+        raise ValueError(message) from None
+    integers = all(isinstance(bound, numbers.Integral) and not isinstance(bound, bool) for bound in (low, high))
+    if not integers or not 0 <= low < high <= num_timesteps:
+        raise ValueError(message)
+    return int(low), int(high)

@@ -1,0 +1,1 @@
+"""Workloads, measuring and tables."""

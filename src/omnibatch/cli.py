@@ -1,0 +1,247 @@
+"""The ``omnibatch`` command."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+import torch
+
+import omnibatch
+from omnibatch import tiny
+from omnibatch.config import ExecutionMode, RolloutConfig
+from omnibatch.dispatch import choose_mode, require_mode
+from omnibatch.prompt_files import make_requests, read_prompts
+from omnibatch.request import OmniDiffusionRequest, OmniDiffusionSamplingParams
+from omnibatch.sde import SDE_TYPES
+
+# The SDE window is drawn among the first steps, where noise still changes what the picture shows.
+SDE_WINDOW_RANGE = (0, 5)
+
+POSITIVE = click.IntRange(min=1)
+
+MODEL_OPTIONS = [
+    click.option("--model", required=True, help="An embedded model, a diffusers folder or a hub id."),
+    click.option("--algorithm", default="flow_grpo", show_default=True, help="What reads the rollouts."),
+    click.option("--device", help="Such as cuda:0.  [default: a GPU if there is one]"),
+    click.option(
+        "--dtype",
+        type=click.Choice(["float32", "bfloat16", "float16"]),
+        help="Of the model.  [default: bfloat16 on a GPU, else float32]",
+    ),
+]
+
+SAMPLING_OPTIONS = [
+    click.option("--steps", type=POSITIVE, default=10, show_default=True, help="Denoising steps."),
+    click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the first image."),
+    click.option("--height", type=int, help="Pixels.  [default: the model's]"),
+    click.option("--width", type=int, help="Pixels.  [default: the model's]"),
+    click.option("--guidance-scale", type=float, default=1.0, show_default=True, help="1 turns guidance off."),
+    click.option("--negative-prompt", help="Qwen-Image is guided only with one."),
+    click.option("--noise-level", type=float, default=0.7, show_default=True, help="Of the SDE steps; 0 is the ODE."),
+    click.option("--sde-type", type=click.Choice(SDE_TYPES), default="sde", show_default=True, help="Sampler."),
+    click.option(
+        "--sde-window-size", type=POSITIVE, default=2, show_default=True, help="SDE steps, among the first five."
+    ),
+    click.option("--max-sequence-length", type=POSITIVE, help="Longest prompt in tokens.  [default: the model's]"),
+]
+
+PACKING_OPTIONS = [
+    click.option("--rows-per-forward", type=POSITIVE, help="Rows of every transformer call.  [default: all]"),
+    click.option("--quiet", is_flag=True, help="No progress bar."),
+]
+
+
+def options(*groups: list[Callable[..., Any]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command these groups of options, in order."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed([option for group in groups for option in group]):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+@click.group(context_settings={"max_content_width": 100})
+@click.version_option(omnibatch.__version__)
+def app() -> None:
+    """Batched diffusion rollouts: images with their trajectories and log-probs."""
+
+
+@app.command()
+@click.option("--prompts", required=True, metavar="FILE|-", help=".txt, .jsonl, .parquet, or - for standard input.")
+@click.option("--out", required=True, metavar="DIR", help="Folder to write to.")
+@click.option("--images-per-prompt", type=POSITIVE, default=16, show_default=True, help="One request each.")
+@click.option(
+    "--mode",
+    type=click.Choice(["auto", *(mode.value for mode in ExecutionMode)]),
+    default="auto",
+    show_default=True,
+    help="How to pack.",
+)
+@click.option("--max-num-seqs", type=POSITIVE, default=32, show_default=True, help="Requests in flight, or in a wave.")
+@options(MODEL_OPTIONS, SAMPLING_OPTIONS, PACKING_OPTIONS)
+def rollout(
+    prompts: str,
+    out: str,
+    images_per_prompt: int,
+    mode: str,
+    max_num_seqs: int,
+    rows_per_forward: int | None,
+    quiet: bool,
+    model: str,
+    algorithm: str,
+    device: str | None,
+    dtype: str | None,
+    seed: int,
+    negative_prompt: str | None,
+    **sampling: Any,
+) -> None:
+    """Make images with their trajectories and log-probs, and write them to a folder."""
+    from omnibatch.rollout_files import writable_folder, write_rollouts
+
+    requests = make_requests(
+        read_prompts(prompts),
+        _sampling_params(**sampling),
+        images_per_prompt=images_per_prompt,
+        seed=seed,
+        negative_prompt=negative_prompt,
+    )
+    folder = writable_folder(out)
+    adapter = _load(model, algorithm, device, dtype)
+    _prepare_first(adapter, requests)
+    if mode == "auto":
+        execution_mode, reason = choose_mode(adapter)
+    else:
+        execution_mode, reason = ExecutionMode(mode), "asked for"
+        require_mode(adapter, execution_mode)
+    config = RolloutConfig.for_mode(execution_mode, max_num_seqs, rows_per_forward=rows_per_forward)
+    click.echo(f"{len(requests)} images in mode {execution_mode.value} ({reason})")
+    outputs = omnibatch.RolloutEngine(adapter, config).generate(requests, return_errors=True, progress=not quiet)
+    write_rollouts(folder, requests, outputs)
+    failed = [output for output in outputs if output.error is not None]
+    click.echo(f"{len(outputs) - len(failed)} of {len(outputs)} requests finished, written to {folder}")
+    if failed:
+        click.echo(f"first failure, {failed[0].request_id}: {failed[0].error}", err=True)
+        raise click.exceptions.Exit(1)
+
+
+@app.command()
+@click.option("--prompts", metavar="FILE|-", help="As for rollout.  [default: an embedded model's examples]")
+@click.option("--out", metavar="DIR", help="Also write the rollouts to this folder.")
+@click.option("--images-per-prompt", type=POSITIVE, default=8, show_default=True, help="One request each.")
+@click.option("--max-num-seqs", type=POSITIVE, default=32, show_default=True, help="Requests in flight, or in a wave.")
+@click.option("--repeats", type=POSITIVE, default=3, show_default=True, help="Rounds, after one that does not count.")
+@options(MODEL_OPTIONS, SAMPLING_OPTIONS, PACKING_OPTIONS)
+def compare(
+    prompts: str | None,
+    out: str | None,
+    images_per_prompt: int,
+    max_num_seqs: int,
+    repeats: int,
+    rows_per_forward: int | None,
+    quiet: bool,
+    model: str,
+    algorithm: str,
+    device: str | None,
+    dtype: str | None,
+    seed: int,
+    negative_prompt: str | None,
+    **sampling: Any,
+) -> None:
+    """Run the same requests in every supported mode and print how they compare."""
+    from omnibatch.bench.compare import compare as compare_modes
+    from omnibatch.rollout_files import writable_folder, write_rollouts
+
+    if prompts is None and model not in tiny.MODEL_NAMES:
+        raise ValueError(f"prompts: model {model!r} brings none of its own, give a file")
+    prompt_list = list(tiny.EXAMPLE_PROMPTS) if prompts is None else read_prompts(prompts)
+    sampling_params = _sampling_params(**sampling)
+
+    def requests() -> list[OmniDiffusionRequest]:
+        return make_requests(
+            prompt_list,
+            sampling_params,
+            images_per_prompt=images_per_prompt,
+            seed=seed,
+            negative_prompt=negative_prompt,
+        )
+
+    folder = None if out is None else writable_folder(out)
+    adapter = _load(model, algorithm, device, dtype)
+    _prepare_first(adapter, requests())
+    result = compare_modes(
+        adapter,
+        requests,
+        max_num_seqs=max_num_seqs,
+        rows_per_forward=rows_per_forward,
+        repeats=repeats,
+        progress=not quiet,
+    )
+    click.echo(
+        f"{model}: {len(prompt_list)} prompts x {images_per_prompt} images, {sampling_params.num_inference_steps} "
+        f"steps, max_num_seqs {max_num_seqs}, on {adapter.device} in {str(adapter.dtype).removeprefix('torch.')}; "
+        f"median of {repeats} rounds after a warm-up"
+    )
+    click.echo(result.table().to_string(index=False, formatters={"difference": "{:.1e}".format}))
+    if folder is not None:
+        write_rollouts(folder, requests(), result.outputs[ExecutionMode.STEP])
+        click.echo(f"pictures: {folder / 'contact_sheet.png'}")
+
+
+def _sampling_params(
+    *, steps: int, guidance_scale: float, noise_level: float, sde_type: str, sde_window_size: int, **size: Any
+) -> OmniDiffusionSamplingParams:
+    low, high = SDE_WINDOW_RANGE
+    sampling_params = OmniDiffusionSamplingParams(
+        num_inference_steps=steps,
+        guidance_scale=guidance_scale,
+        true_cfg_scale=guidance_scale,
+        extra_args={
+            "noise_level": noise_level,
+            "sde_type": sde_type,
+            "sde_window_size": sde_window_size,
+            "sde_window_range": (low, min(high, steps)),
+        },
+        **size,
+    )
+    sampling_params.validate()
+    return sampling_params
+
+
+def _load(model: str, algorithm: str, device: str | None, dtype: str | None) -> omnibatch.RolloutAdapter:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device: {device!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return omnibatch.load(model, algorithm, device, None if dtype is None else getattr(torch, dtype))
+
+
+def _prepare_first(adapter: omnibatch.RolloutAdapter, requests: Sequence[OmniDiffusionRequest]) -> None:
+    """Prepare one request, so that what is wrong with all of them is said before anything runs."""
+    with torch.no_grad():
+        adapter.prepare_encode(omnibatch.StepRequestState(requests[0]))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; bad input is one line on standard error and exit code 2."""
+    try:
+        return app.main(arguments, prog_name="omnibatch", standalone_mode=False) or 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message())
+        return 0
+    except click.ClickException as error:
+        message, code = error.format_message(), error.exit_code
+    except ValueError as error:
+        message, code = " ".join(str(error).split()), 2
+    except (click.Abort, KeyboardInterrupt):
+        message, code = "interrupted", 130
+    print(f"omnibatch: error: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""A folder of rollouts: pictures, one contact sheet, the trajectories and a line about each request."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from safetensors.torch import save_file
+
+from omnibatch.algorithms import training_fields
+from omnibatch.request import DiffusionOutput, OmniDiffusionRequest
+from omnibatch.step_batch import pad_rows
+
+THUMBNAIL = 128
+MARGIN = 6
+CAPTION_WIDTH = 190
+
+
+def writable_folder(out: str | Path) -> Path:
+    """Make the folder if need be, and return it.
+
+    Raises:
+        ValueError: naming the folder when nothing can be written there.
+    """
+    folder = Path(out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".write-test"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"out: cannot write to {str(out)!r}: {error.strerror}") from error
+    return folder
+
+
+def write_rollouts(folder: Path, requests: Sequence[OmniDiffusionRequest], outputs: Sequence[DiffusionOutput]) -> None:
+    """Write everything that a rollout gave.
+
+    ``images/<request>-<output>.png``; ``contact_sheet.png``; ``rollouts.safetensors`` with the training fields of all
+    finished rows stacked, ``(rows, ...)`` (text padded to the longest), ``sigmas`` and ``sde_windows`` beside them;
+    ``manifest.jsonl`` with a line a request: its prompt, seeds, files, rows in the tensors, times, or its error.
+
+    Args:
+        folder: exists and can be written.
+        requests: what was asked.
+        outputs: what came of it, in the same order.
+    """
+    (folder / "images").mkdir(exist_ok=True)
+    finished = [output for output in outputs if output.error is None]
+    lines, first_row = [], 0
+    for request, output in zip(requests, outputs):
+        rows = list(range(first_row, first_row + len(output.seeds)))
+        first_row += len(rows)
+        lines.append(json.dumps(_manifest_entry(request, output, rows, _write_images(folder, output))))
+    (folder / "manifest.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if finished:
+        save_file(_stacked(finished), folder / "rollouts.safetensors")
+        contact_sheet(requests, outputs).save(folder / "contact_sheet.png")
+
+
+def contact_sheet(requests: Sequence[OmniDiffusionRequest], outputs: Sequence[DiffusionOutput]) -> Image.Image:
+    """All pictures on one sheet: a row a prompt, its text at the left; failed requests leave grey squares."""
+    groups: dict[str, list[torch.Tensor | None]] = {}
+    for request, output in zip(requests, outputs):
+        caption = request.prompt_field("prompt") or "(given as ids or embeddings)"
+        pictures = [None] if output.output is None or output.output.dim() != 4 else list(output.output)
+        groups.setdefault(caption, []).extend(pictures)
+    columns = max(len(pictures) for pictures in groups.values())
+    cell = THUMBNAIL + MARGIN
+    sheet = Image.new("RGB", (CAPTION_WIDTH + columns * cell + MARGIN, len(groups) * cell + MARGIN), "white")
+    draw = ImageDraw.Draw(sheet)
+    font = ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSans.ttf"), 13)
+    for row, (caption, pictures) in enumerate(groups.items()):
+        top = MARGIN + row * cell
+        text = "\n".join(textwrap.wrap(caption, width=25, max_lines=6, placeholder=" …"))
+        draw.multiline_text((MARGIN * 2, top + THUMBNAIL / 2), text, fill="black", font=font, anchor="lm", spacing=5)
+        for column, picture in enumerate(pictures):
+            sheet.paste(_thumbnail(picture), (CAPTION_WIDTH + column * cell, top))
+    return sheet
+
+
+def _thumbnail(picture: torch.Tensor | None) -> Image.Image:
+    if picture is None or picture.dtype != torch.uint8:
+        return Image.new("RGB", (THUMBNAIL, THUMBNAIL), "lightgrey")
+    image = _to_image(picture)
+    scale = THUMBNAIL / max(image.size)
+    size = (round(image.width * scale), round(image.height * scale))
+    return image.resize(size, Image.Resampling.LANCZOS if scale < 1 else Image.Resampling.BICUBIC)
+
+
+def _to_image(picture: torch.Tensor) -> Image.Image:
+    return Image.fromarray(picture.permute(1, 2, 0).numpy())
+
+
+def _write_images(folder: Path, output: DiffusionOutput) -> list[str]:
+    if output.output is None or output.output.dtype != torch.uint8:
+        return []
+    names = [f"images/{output.request_id}-{index}.png" for index in range(len(output.output))]
+    for name, picture in zip(names, output.output):
+        _to_image(picture).save(folder / name)
+    return names
+
+
+def _manifest_entry(
+    request: OmniDiffusionRequest, output: DiffusionOutput, rows: list[int], images: list[str]
+) -> dict[str, object]:
+    return {
+        "request_id": output.request_id,
+        "prompt": request.prompt_field("prompt"),
+        "negative_prompt": request.prompt_field("negative_prompt"),
+        "seeds": output.seeds,
+        "images": images,
+        "rows": rows,
+        "num_steps": output.num_steps,
+        "sde_window": output.sde_window,
+        "rows_per_forward": output.rows_per_forward,
+        "stage_times": {stage: round(seconds, 6) for stage, seconds in output.stage_times.items()},
+        "error": None if output.error is None else f"{type(output.error).__name__}: {output.error}",
+    }
+
+
+def _stacked(outputs: Sequence[DiffusionOutput]) -> dict[str, torch.Tensor]:
+    """The rows of all outputs in one tensor a field; a field that some outputs lack is left out."""
+    per_output = []
+    for output in outputs:
+        count = len(output.seeds)
+        extras = {
+            "sigmas": None if output.sigmas is None else output.sigmas.expand(count, -1),
+            "sde_windows": torch.tensor([output.sde_window] * count),
+            "latents": output.latents,
+        }
+        per_output.append(training_fields(output) | extras)
+    stacked = {}
+    for name in per_output[0]:
+        tensors = [tensor for fields in per_output if (tensor := fields.get(name)) is not None]
+        if len(tensors) == len(outputs):
+            longest = max(tensor.shape[1] if tensor.dim() > 1 else 0 for tensor in tensors)
+            stacked[name] = torch.stack([pad_rows(row, longest) for tensor in tensors for row in tensor])
+    return stacked

@@ -1,0 +1,298 @@
+"""The state of one request while it is denoised, and the rows of many such states in one tick."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from omnibatch.request import DiffusionOutput, OmniDiffusionRequest, OmniDiffusionSamplingParams
+
+# With fixed rows, a prompt is padded to a multiple of this many tokens: few enough shapes to fill calls, and a
+# length that depends on nothing but the prompt itself.
+TEXT_LENGTH_MULTIPLE = 32
+
+
+class PromptEncoding(NamedTuple):
+    """One encoded prompt: ``prompt_embeds`` ``(L, D)``, ``prompt_embeds_mask`` bool ``(L,)`` on the CPU or ``None`` for
+    models without a text mask, ``pooled_prompt_embeds`` ``(P,)`` or ``None``."""
+
+    prompt_embeds: torch.Tensor
+    prompt_embeds_mask: torch.Tensor | None = None
+    pooled_prompt_embeds: torch.Tensor | None = None
+
+
+@dataclass(eq=False)
+class StepRequestState:
+    """All that one request has become. ``n`` is its number of outputs, ``T`` its steps.
+
+    ``prepare_encode`` fills every field below ``request``; ``step_scheduler`` moves ``latents``, ``step_index`` and the
+    trajectory; ``post_decode`` sets ``images``. Nobody else writes here.
+
+    Attributes:
+        generators: noise source of each output.
+        seeds: their seeds.
+        prompt_encoding: the prompt, shared by the request's outputs.
+        negative_encoding: the negative prompt, or ``None`` when the request is not guided.
+        guidance: scale of the guidance.
+        latents: float32 ``(n, ...)``, where the request stands now.
+        sigmas: float32 ``(T + 1,)`` on the CPU.
+        timesteps: float32 ``(T,)`` on the CPU.
+        schedule: float32 ``(T, 6)`` on the device, a row a step: the timestep, then the sampler's coefficients.
+        sde_window: ``(start, end)`` in steps.
+        noisy: whether the window's steps draw noise.
+        logprobs: whether log-probs are returned.
+        step_index: steps done.
+        trajectory_latents: latents before each step of the window and after its last, each ``(n, ...)``.
+        trajectory_log_probs: one ``(n,)`` a step of the window.
+        rows_per_forward: the most rows a transformer call with these rows took.
+        images: uint8 ``(n, 3, H, W)`` on the CPU.
+        stage_times: seconds per stage, kept by the engine.
+        extra: an adapter's own per-request values.
+    """
+
+    request: OmniDiffusionRequest
+    generators: list[torch.Generator] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+    prompt_encoding: PromptEncoding = field(default_factory=lambda: PromptEncoding(torch.empty(0)))
+    negative_encoding: PromptEncoding | None = None
+    guidance: float = 1.0
+    latents: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    sigmas: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    timesteps: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    schedule: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    sde_window: tuple[int, int] = (0, 0)
+    noisy: bool = False
+    logprobs: bool = False
+    step_index: int = 0
+    trajectory_latents: list[torch.Tensor] = field(default_factory=list)
+    trajectory_log_probs: list[torch.Tensor] = field(default_factory=list)
+    rows_per_forward: int = 0
+    images: torch.Tensor | None = None
+    stage_times: dict[str, float] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def sampling(self) -> OmniDiffusionSamplingParams:
+        return self.request.sampling_params
+
+    @property
+    def num_outputs(self) -> int:
+        return self.sampling.num_outputs_per_prompt
+
+    @property
+    def do_true_cfg(self) -> bool:
+        return self.negative_encoding is not None
+
+    @property
+    def total_steps(self) -> int:
+        return len(self.timesteps)
+
+    @property
+    def current_timestep(self) -> torch.Tensor:
+        return self.timesteps[self.step_index]
+
+    @property
+    def denoise_completed(self) -> bool:
+        return self.step_index >= self.total_steps
+
+    @property
+    def in_window(self) -> bool:
+        """Whether the coming step belongs to the SDE window."""
+        return self.sde_window[0] <= self.step_index < self.sde_window[1]
+
+    @property
+    def shape_key(self) -> Hashable:
+        """What must be equal for two requests to share a forward."""
+        return tuple(self.latents.shape[1:])
+
+    def to_output(self) -> DiffusionOutput:
+        """The finished request's result, on the CPU."""
+        latents = None if self.sampling.output_type == "image" else self.latents.cpu()
+        start, end = self.sde_window
+        log_probs = torch.stack(self.trajectory_log_probs, dim=1).cpu() if self.trajectory_log_probs else None
+        return DiffusionOutput(
+            request_id=self.request_id,
+            output=latents if self.images is None else self.images,
+            latents=latents,
+            trajectory_latents=torch.stack(self.trajectory_latents, dim=1).cpu(),
+            trajectory_log_probs=log_probs,
+            trajectory_timesteps=self.timesteps[start:end].repeat(self.num_outputs, 1),
+            timesteps=self.timesteps,
+            sigmas=self.sigmas,
+            sde_window=self.sde_window,
+            **self._per_output(self.prompt_encoding),
+            **self._per_output(self.negative_encoding, "negative_"),
+            seeds=self.seeds,
+            num_steps=self.step_index,
+            rows_per_forward=self.rows_per_forward,
+            stage_times=self.stage_times,
+        )
+
+    def _per_output(self, encoding: PromptEncoding | None, prefix: str = "") -> dict[str, Any]:
+        """The encoding's tensors, one row per output, on the CPU, keyed by their names."""
+        fields = {} if encoding is None else encoding._asdict()
+        return {
+            prefix + name: tensor.cpu().expand(self.num_outputs, *tensor.shape)
+            for name, tensor in fields.items()
+            if tensor is not None
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardRows:
+    """The rows of one transformer call and their conditioning; ``r`` rows, of which the first ``num_rows`` count.
+
+    Attributes:
+        source: int64 ``(r,)``, the batch row each call row computes (dummy rows repeat the first).
+        target: int64 ``(num_rows,)``, where each result belongs: positive rows first, then the guided rows' negatives.
+        num_rows: call rows whose results are kept.
+        prompt_embeds: ``(r, L, D)``.
+        prompt_embeds_mask: bool ``(r, L)``; ``None`` when the model has no text mask or nothing is padded.
+        pooled_prompt_embeds: ``(r, P)`` or ``None``.
+    """
+
+    source: torch.Tensor
+    target: torch.Tensor
+    num_rows: int
+    prompt_embeds: torch.Tensor
+    prompt_embeds_mask: torch.Tensor | None
+    pooled_prompt_embeds: torch.Tensor | None
+
+
+class StepBatch:
+    """The rows of requests that take their next step together: ``R`` rows, one per output.
+
+    Conditioning does not change from step to step, so a batch is kept as long as its members stay the same and only
+    :meth:`gather` runs anew.
+
+    Args:
+        states: prepared states of equal latent shape.
+        rows_per_forward: rows of a transformer call, exactly; ``None`` takes all rows in one call.
+    """
+
+    def __init__(self, states: Sequence[StepRequestState], rows_per_forward: int | None = None):
+        self.states = list(states)
+        self.rows_per_forward = rows_per_forward
+        self.device = self.states[0].latents.device
+        self.row_counts = [state.num_outputs for state in self.states]
+        rows = [state for state in self.states for _ in range(state.num_outputs)]
+        guided = [index for index, state in enumerate(rows) if state.do_true_cfg]
+        self.num_rows = len(rows)
+        self.guided_rows = torch.tensor(guided, dtype=torch.long, device=self.device)
+        self.guidance = torch.tensor([rows[index].guidance for index in guided], device=self.device)
+        self.forwards = list(self._forwards(rows, guided))
+        self.latents = torch.empty(0)
+        self.timesteps = torch.empty(0)
+        self.coefficients = torch.empty(0)
+
+    def gather(self) -> None:
+        """Collect what changes from step to step: latents ``(R, ...)``, timesteps ``(R,)``, coefficients ``(R, 5)``."""
+        self.latents = torch.cat([state.latents for state in self.states])
+        repeats = [state.schedule[state.step_index].expand(count, -1) for state, count in self._members()]
+        schedule = torch.cat(repeats)
+        self.timesteps, self.coefficients = schedule[:, 0], schedule[:, 1:]
+
+    def scatter(self, next_latents: torch.Tensor, log_probs: torch.Tensor) -> None:
+        """Give each request its rows back, record its window and move it one step on.
+
+        Args:
+            next_latents: ``(R, ...)`` float32.
+            log_probs: ``(R,)`` float32.
+        """
+        rows = zip(self.states, next_latents.split(self.row_counts), log_probs.split(self.row_counts))
+        for state, latents, log_prob in rows:
+            if state.step_index == state.sde_window[0]:
+                state.trajectory_latents.append(state.latents)
+            if state.in_window:
+                state.trajectory_latents.append(latents)
+                if state.logprobs and state.noisy:
+                    state.trajectory_log_probs.append(log_prob)
+            state.latents = latents
+            state.step_index += 1
+
+    def draw_noise(self) -> torch.Tensor | None:
+        """Standard normal ``(R, ...)`` float32: each noisy row from its own generator, zeros elsewhere.
+
+        Returns:
+            ``None`` when no row draws noise in this step.
+        """
+        drawing = [state.noisy and state.in_window for state in self.states]
+        if not any(drawing):
+            return None
+        rows = []
+        for draws, (state, count) in zip(drawing, self._members()):
+            shape = state.latents.shape[1:]
+            if draws:
+                rows += [torch.randn(shape, generator=generator) for generator in state.generators]
+            else:
+                rows += [torch.zeros(shape)] * count
+        return torch.stack(rows).to(self.device, non_blocking=True)
+
+    def _members(self) -> Iterator[tuple[StepRequestState, int]]:
+        return zip(self.states, self.row_counts)
+
+    def _forwards(self, rows: list[StepRequestState], guided: list[int]) -> Iterator[ForwardRows]:
+        """Lay positive and negative branches out in transformer calls."""
+        entries = [(index, state.prompt_encoding) for index, state in enumerate(rows)]
+        for index in guided:
+            negative = rows[index].negative_encoding
+            assert negative is not None
+            entries.append((index, negative))
+        longest = max(len(encoding.prompt_embeds) for _, encoding in entries)
+        by_length: dict[int, list[int]] = {}
+        for target, (_, encoding) in enumerate(entries):
+            if encoding.prompt_embeds_mask is None:
+                length = len(encoding.prompt_embeds)
+            elif self.rows_per_forward is None:
+                length = longest
+            else:
+                length = padded_text_length(len(encoding.prompt_embeds))
+            by_length.setdefault(length, []).append(target)
+        for length, targets in by_length.items():
+            size = self.rows_per_forward or len(targets)
+            for start in range(0, len(targets), size):
+                yield self._forward(entries, targets[start : start + size], length, size)
+
+    def _forward(
+        self, entries: list[tuple[int, PromptEncoding]], targets: list[int], length: int, size: int
+    ) -> ForwardRows:
+        # Dummy rows repeat a real one, so that they cannot overflow into anything.
+        chosen = [entries[target] for target in targets + [targets[0]] * (size - len(targets))]
+        encodings = [encoding for _, encoding in chosen]
+        masks = [pad_rows(e.prompt_embeds_mask, length) for e in encodings if e.prompt_embeds_mask is not None]
+        # An all-true mask would only keep attention off its fast kernels; with fixed rows it stays, because a row's
+        # bits must not depend on whether its neighbours are padded.
+        if self.rows_per_forward is None and all(bool(mask.all()) for mask in masks):
+            masks = []
+        pooled = [e.pooled_prompt_embeds for e in encodings if e.pooled_prompt_embeds is not None]
+        return ForwardRows(
+            source=torch.tensor([index for index, _ in chosen], device=self.device),
+            target=torch.tensor(targets, device=self.device),
+            num_rows=len(targets),
+            prompt_embeds=torch.stack([pad_rows(encoding.prompt_embeds, length) for encoding in encodings]),
+            prompt_embeds_mask=torch.stack(masks).to(self.device) if masks else None,
+            pooled_prompt_embeds=torch.stack(pooled) if pooled else None,
+        )
+
+
+def padded_text_length(length: int) -> int:
+    """Text length of a row when rows are fixed: its prompt's own, rounded up.
+
+    Example:
+        >>> padded_text_length(5), padded_text_length(40)
+        (32, 64)
+    """
+    return -(-length // TEXT_LENGTH_MULTIPLE) * TEXT_LENGTH_MULTIPLE
+
+
+def pad_rows(tensor: torch.Tensor, length: int) -> torch.Tensor:
+    """Append zeros to the first axis of ``(L, ...)`` up to ``length``."""
+    return F.pad(tensor, [0, 0] * (tensor.dim() - 1) + [0, length - len(tensor)])

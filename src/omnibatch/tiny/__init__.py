@@ -1,0 +1,30 @@
+"""Two complete, trained diffusers pipelines small enough to ship inside the package, and a reward that reads them."""
+
+from pathlib import Path
+
+MODEL_NAMES: tuple[str, ...] = ("tiny-qwen-image", "tiny-sd35")
+
+# Height and width, in pixels, of the pictures that the embedded models were trained on.
+IMAGE_SIZE = 64
+
+# Prompts to try the embedded models with.
+EXAMPLE_PROMPTS: tuple[str, ...] = (
+    'a sign that says "42"',
+    'a red sign that says "GO"',
+    'a blue sign that says "7"',
+    'a sign that says "RL"',
+)
+
+
+def model_path(name: str) -> Path:
+    """Return the folder of an embedded model, ready for ``DiffusionPipeline.from_pretrained``.
+
+    Args:
+        name: one of ``MODEL_NAMES``.
+
+    Raises:
+        ValueError: if no embedded model has that name.
+    """
+    if name not in MODEL_NAMES:
+        raise ValueError(f"no embedded model is named {name!r}; the embedded models are {', '.join(MODEL_NAMES)}")
+    return Path(__file__).parent / "models" / name

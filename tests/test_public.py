@@ -1,0 +1,28 @@
+"""The public surface."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import omnibatch
+import omnibatch.scheduler
+
+
+def test_all_is_small_and_resolves():
+    assert len(omnibatch.__all__) <= 12
+    assert list(omnibatch.__all__) == sorted(omnibatch.__all__)
+    assert all(hasattr(omnibatch, name) for name in omnibatch.__all__)
+
+
+def test_import_brings_no_model_library():
+    code = "import sys, omnibatch; print([m for m in ('diffusers', 'transformers', 'matplotlib') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_the_scheduler_is_plain_python():
+    tree = ast.parse(Path(omnibatch.scheduler.__file__).read_text())
+    roots = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    roots |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    assert {root.split(".")[0] for root in roots} <= sys.stdlib_module_names
