@@ -8,7 +8,7 @@ from omnibatch.algorithms import sde_arguments, training_fields, validate_algori
 
 
 def test_defaults():
-    arguments = sde_arguments({}, num_timesteps=10, seed=0)
+    arguments = sde_arguments({}, num_timesteps=10)
     assert (arguments.noise_level, arguments.sde_type, arguments.window, arguments.logprobs) == (
         0.7,
         "sde",
@@ -19,13 +19,30 @@ def test_defaults():
 
 @pytest.mark.parametrize("text", ["[0,5]", "(0, 5)", [0, 5], (0, 5)])
 def test_a_range_may_be_a_string(text):
-    windows = {sde_arguments({"sde_window_size": 2, "sde_window_range": text}, 10, seed).window for seed in range(60)}
+    windows = {
+        sde_arguments({"sde_window_size": 2, "sde_window_range": text}, 10, seed=seed).window for seed in range(60)
+    }
     assert windows == {(0, 2), (1, 3), (2, 4), (3, 5)}
 
 
 def test_the_same_seed_draws_the_same_window():
     extra_args = {"sde_window_size": 2, "sde_window_range": [0, 8]}
-    assert sde_arguments(extra_args, 10, 3) == sde_arguments(extra_args, 10, 3)
+    assert sde_arguments(extra_args, 10, seed=3) == sde_arguments(extra_args, 10, seed=3)
+
+
+def test_a_window_may_be_shared_by_a_group_or_by_all():
+    def windows(scope, **seeds):
+        extra_args = {"sde_window_size": 1, "sde_window_range": [0, 64], "sde_window_scope": scope} | seeds
+        return [sde_arguments(extra_args, 64, seed=s, group_seed=g).window for s in range(4) for g in (5, 6)]
+
+    assert len(set(windows("request"))) > 2
+    assert windows("request")[0] == windows("request")[1]
+    by_group = windows("group")
+    assert set(by_group[::2]) == {by_group[0]}
+    assert set(by_group[1::2]) == {by_group[1]}
+    assert by_group[0] != by_group[1]
+    assert len(set(windows("all"))) == 1
+    assert windows("all", sde_window_seed=1) != windows("all", sde_window_seed=2)
 
 
 @pytest.mark.parametrize(
@@ -44,12 +61,14 @@ def test_the_same_seed_draws_the_same_window():
         ({"noise_level": -1}, "noise_level.*-1"),
         ({"noise_level": "high"}, "noise_level.*'high'"),
         ({"logprobs": 1}, "logprobs"),
+        ({"sde_window_scope": "batch"}, "sde_window_scope.*'batch'"),
+        ({"sde_window_seed": -1}, "sde_window_seed.*-1"),
         ({"noise_levle": 1}, "noise_levle"),
     ],
 )
 def test_bad_arguments_are_named(extra_args, named):
     with pytest.raises(ValueError, match=named):
-        sde_arguments(extra_args, num_timesteps=10, seed=0)
+        sde_arguments(extra_args, num_timesteps=10)
 
 
 def test_unknown_algorithm_is_named():

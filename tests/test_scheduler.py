@@ -1,5 +1,8 @@
 """Admission: who may start, in which order, after which wait."""
 
+import math
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,6 +61,27 @@ def test_an_id_in_flight_is_refused_and_usable_again_after():
     scheduler.finish("a")
     scheduler.add("a")
     assert scheduler.schedule() == ["a"]
+
+
+def test_a_thousand_requests_of_five_shapes_make_few_waves_and_none_starves():
+    random, capacity, keys = Random(0), 16, 5
+    key_of = {str(index): random.randrange(keys) for index in range(1000)}
+    scheduler = RequestScheduler(capacity)
+    for name, key in key_of.items():
+        scheduler.add(name, key)
+    waves = []
+    while scheduler.has_unfinished:
+        waves.append(scheduler.schedule())
+        assert len({key_of[name] for name in waves[-1]}) == 1
+        for name in waves[-1]:
+            scheduler.finish(name)
+        scheduler.check_integrity()
+    best = sum(math.ceil(list(key_of.values()).count(key) / capacity) for key in range(keys))
+    assert len(waves) <= 1.1 * best
+    for wave_index, wave in enumerate(waves):
+        for name in wave:
+            # Only waves led by an older request go first: those that the older ones fill, and one more a shape.
+            assert wave_index <= int(name) / capacity + keys
 
 
 class TestAdmissionWait:

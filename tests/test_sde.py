@@ -7,7 +7,7 @@ import torch
 
 from omnibatch.sde import SDE_TYPES, sample_step, schedule_coefficients, step_coefficients
 
-SIGMAS = [1.0, 0.93, 0.71, 0.4, 0.15, 0.02, 0.0]
+SIGMAS = (1.0, 0.93, 0.71, 0.4, 0.15, 0.02, 0.0)
 SHAPE = (16, 64)
 
 
@@ -97,7 +97,7 @@ def test_a_known_next_sample_is_scored_to_the_bit():
 
 
 @pytest.mark.parametrize("sde_type", ["sde", "cps", "dance_sde"])
-@pytest.mark.parametrize("sigmas", [SIGMAS, [1.0, 0.0]])
+@pytest.mark.parametrize("sigmas", [SIGMAS, (1.0, 0.0)])
 def test_last_step_is_finite(sde_type, sigmas):
     x, v, noise = (row[None].float() for row in rows())
     table = schedule_coefficients(sigmas, (0, len(sigmas) - 1), noise_level=0.7, sde_type=sde_type)

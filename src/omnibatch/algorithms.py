@@ -21,7 +21,17 @@ from omnibatch.sde import SDE_TYPES
 
 ALGORITHMS = ("flow_grpo",)
 
-EXTRA_ARGS = ("noise_level", "sde_type", "sde_window_size", "sde_window_range", "logprobs")
+EXTRA_ARGS = (
+    "noise_level",
+    "sde_type",
+    "sde_window_size",
+    "sde_window_range",
+    "sde_window_scope",
+    "sde_window_seed",
+    "logprobs",
+)
+
+WINDOW_SCOPES = ("request", "group", "all")
 
 
 @dataclass(frozen=True)
@@ -48,16 +58,24 @@ def validate_algorithm(algorithm: str) -> str:
     return algorithm
 
 
-def sde_arguments(extra_args: Mapping[str, Any], num_timesteps: int, seed: int) -> SdeArguments:
+def sde_arguments(
+    extra_args: Mapping[str, Any], num_timesteps: int, *, seed: int = 0, group_seed: int = 0
+) -> SdeArguments:
     """Read ``extra_args`` for a schedule of ``num_timesteps`` steps.
 
-    The window's start is drawn from a generator of its own, seeded with the request's seed, so that drawing it does
-    not disturb the noise and any one output can be made again alone.
+    The window's start is drawn from a generator of its own, so that drawing it does not disturb the noise and any one
+    output can be made again alone. ``sde_window_scope`` says who shares it: nobody (``"request"``, the generator is
+    seeded with the request's seed), the requests of one prompt (``"group"``, the prompt and ``sde_window_seed``), or
+    everybody (``"all"``, ``sde_window_seed`` alone). Different windows within a group add a variance to its rewards
+    that no policy can learn from.
 
     Args:
         extra_args: ``noise_level`` (default 0.7), ``sde_type`` (``"sde"``), ``sde_window_size`` (``None``: all steps
             but the last), ``sde_window_range`` (``(0, num_timesteps - 1)``; a list, or a string such as ``"[0,5]"``),
-            ``logprobs`` (``True``).
+            ``sde_window_scope`` (``"request"``), ``sde_window_seed`` (0), ``logprobs`` (``True``).
+        num_timesteps: steps of the schedule.
+        seed: the request's seed.
+        group_seed: a number that stands for the prompt.
 
     Raises:
         ValueError: naming the field, its value and what would be right.
@@ -85,7 +103,7 @@ def sde_arguments(extra_args: Mapping[str, Any], num_timesteps: int, seed: int) 
         sde_window_range=(low, high),
         num_timesteps=num_timesteps,
         batch_size=1,
-        generator=torch.Generator().manual_seed(seed),
+        generator=torch.Generator().manual_seed(_window_seed(extra_args, seed, group_seed)),
         device=torch.device("cpu"),
     )[0]
     return SdeArguments(float(noise_level), sde_type, window, logprobs)
@@ -112,6 +130,15 @@ def training_fields(output: DiffusionOutput) -> dict[str, torch.Tensor | None]:
         tensors["pooled_prompt_embeds"] = output.pooled_prompt_embeds
         tensors["negative_pooled_prompt_embeds"] = output.negative_pooled_prompt_embeds
     return tensors
+
+
+def _window_seed(extra_args: Mapping[str, Any], seed: int, group_seed: int) -> int:
+    scope, shared_seed = extra_args.get("sde_window_scope", "request"), extra_args.get("sde_window_seed", 0)
+    if scope not in WINDOW_SCOPES:
+        raise ValueError(f"sde_window_scope must be one of {', '.join(WINDOW_SCOPES)}, got {scope!r}")
+    if not isinstance(shared_seed, int) or not 0 <= shared_seed < 2**62:
+        raise ValueError(f"sde_window_seed must be an integer from 0 to 2**62 - 1, got {shared_seed!r}")
+    return {"request": seed, "group": group_seed ^ shared_seed, "all": shared_seed}[scope]
 
 
 def _window_range(value: Any, num_timesteps: int) -> tuple[int, int]:

@@ -27,6 +27,8 @@ class RolloutConfig:
         request_batch_max_wait_ms: how long a wave may wait for more arrivals, in milliseconds; request-level only.
         rows_per_forward: rows that every transformer call takes, exactly: more are split over calls, fewer are filled
             up with rows whose results are dropped. ``None`` takes all rows in one call.
+        decode_rows: rows that a VAE call takes at most. ``None`` takes 8, or 1 with ``rows_per_forward``, since a
+            picture's last bits may depend on how many are decoded together.
 
     Raises:
         ValueError: naming the field, its value and what would be right.
@@ -40,13 +42,15 @@ class RolloutConfig:
     max_num_seqs: int = 1
     request_batch_max_wait_ms: float = 0
     rows_per_forward: int | None = None
+    decode_rows: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.step_execution, bool):
             raise ValueError(f"step_execution must be true or false, got {self.step_execution!r}")
         _require_count("max_num_seqs", self.max_num_seqs)
-        if self.rows_per_forward is not None:
-            _require_count("rows_per_forward", self.rows_per_forward)
+        for name in ("rows_per_forward", "decode_rows"):
+            if getattr(self, name) is not None:
+                _require_count(name, getattr(self, name))
         wait = self.request_batch_max_wait_ms
         if not (isinstance(wait, numbers.Real) and not isinstance(wait, bool) and wait >= 0 and math.isfinite(wait)):
             raise ValueError(f"request_batch_max_wait_ms must be a finite number of at least 0, got {wait!r}")

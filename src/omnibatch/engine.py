@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Hashable, Sequence
 
 import torch
@@ -10,7 +11,7 @@ from tqdm import tqdm
 
 from omnibatch.adapters.base import RolloutAdapter
 from omnibatch.config import ExecutionMode, RolloutConfig
-from omnibatch.dispatch import require_mode
+from omnibatch.dispatch import missing_step_methods, require_mode, supported_modes
 from omnibatch.request import (
     DiffusionOutput,
     OmniDiffusionRequest,
@@ -18,6 +19,7 @@ from omnibatch.request import (
     RolloutError,
     validate_request_id,
 )
+from omnibatch.request_batch import DiffusionRequestBatch, split_diffusion_output_by_request
 from omnibatch.scheduler import RequestScheduler, StepScheduler
 from omnibatch.step_batch import StepBatch, StepRequestState
 
@@ -39,12 +41,14 @@ class RolloutEngine:
     def __init__(self, adapter: RolloutAdapter, config: RolloutConfig | None = None):
         self.adapter = adapter
         self.config = config or RolloutConfig()
-        require_mode(adapter, self.config.mode)
+        self._decode_rows = self.config.decode_rows or (1 if self.config.rows_per_forward else 8)
+        self._has_lifecycle = not missing_step_methods(adapter)
         self.scheduler: StepScheduler
         if self.config.mode is ExecutionMode.STEP:
+            require_mode(adapter, ExecutionMode.STEP)
             self.scheduler = StepScheduler(self.config.max_num_seqs)
         else:
-            self.scheduler = RequestScheduler(self.config.max_num_seqs, self.config.request_batch_max_wait_ms)
+            self.scheduler = RequestScheduler(self._wave_size(), self.config.request_batch_max_wait_ms)
         self._waiting: dict[str, tuple[OmniDiffusionRequest, float]] = {}
         self._running: dict[str, StepRequestState] = {}
         self._batches: dict[Hashable, StepBatch] = {}
@@ -79,10 +83,15 @@ class RolloutEngine:
 
     def step(self) -> list[DiffusionOutput]:
         """Admit what may start, run one denoising step of everything in flight, and return what ended."""
-        self._admit()
-        for batch in self._current_batches():
-            self._advance(batch)
-        self._decode_completed()
+        admitted = self._admit()
+        if self._has_lifecycle:
+            for request_id in admitted:
+                self._prepare(request_id)
+            for batch in self._current_batches():
+                self._advance(batch)
+            self._decode_completed()
+        elif admitted:
+            self._forward(admitted)
         ended, self._ended = self._ended, []
         return ended
 
@@ -135,30 +144,76 @@ class RolloutEngine:
 
     def _shape_key(self, request: OmniDiffusionRequest) -> Hashable:
         try:
-            return self.adapter.shape_key(request)
+            if hasattr(self.adapter, "shape_key"):
+                return self.adapter.shape_key(request)
+            return request.sampling_params.height, request.sampling_params.width
         except Exception:
             # The request is malformed; preparing it will say how, in its own output.
             return None
 
-    def _admit(self) -> None:
+    def _wave_size(self) -> int:
+        size = self.config.max_num_seqs
+        if size > 1 and ExecutionMode.REQUEST not in supported_modes(self.adapter):
+            warnings.warn(
+                f"{type(self.adapter).__name__} does not set supports_request_batch = True: its requests run one by "
+                f"one, and max_num_seqs = {size} has no effect",
+                stacklevel=3,
+            )
+            return 1
+        return size
+
+    def _admit(self) -> list[str]:
         wait = self.scheduler.wait_seconds()
         if wait and not self._running:
             time.sleep(wait)
-        for request_id in self.scheduler.schedule():
-            request, submitted = self._waiting[request_id]
-            state = StepRequestState(request)
-            started = time.perf_counter()
-            state.stage_times["queue"] = started - submitted
+        return self.scheduler.schedule()
+
+    def _prepare(self, request_id: str) -> None:
+        request, submitted = self._waiting[request_id]
+        state = StepRequestState(request)
+        started = time.perf_counter()
+        state.stage_times["queue"] = started - submitted
+        try:
+            with torch.no_grad():
+                self.adapter.prepare_encode(state)
+        except Exception as error:
+            self._fail(request_id, error)
+            return
+        state.stage_times["encode"] = time.perf_counter() - started
+        state.stage_times["denoise"] = 0.0
+        del self._waiting[request_id]
+        self._running[request_id] = state
+
+    def _forward(self, admitted: list[str]) -> None:
+        """Run a wave through an adapter that brings its own ``forward()`` and no lifecycle."""
+        requests = []
+        for request_id in admitted:
+            request, _ = self._waiting[request_id]
             try:
-                with torch.no_grad():
-                    self.adapter.prepare_encode(state)
-            except Exception as error:
+                request.validate()
+                requests.append(request)
+            except ValueError as error:
                 self._fail(request_id, error)
-                continue
-            state.stage_times["encode"] = time.perf_counter() - started
-            state.stage_times["denoise"] = 0.0
-            del self._waiting[request_id]
-            self._running[request_id] = state
+        if not requests:
+            return
+        takes_batches = ExecutionMode.REQUEST in supported_modes(self.adapter)
+        try:
+            with torch.no_grad():
+                result = self.adapter.forward(DiffusionRequestBatch(requests) if takes_batches else requests[0])
+            if isinstance(result, DiffusionOutput):
+                counts = [request.sampling_params.num_outputs_per_prompt for request in requests]
+                result = split_diffusion_output_by_request(
+                    result, DiffusionRequestBatch(requests), num_outputs_per_prompt=counts
+                )
+            if len(result) != len(requests):
+                raise ValueError(f"forward() must return an output per request, {len(requests)}, got {len(result)}")
+        except Exception as error:
+            for request in requests:
+                self._fail(request.request_id, error)
+            return
+        for request, output in zip(requests, result):
+            output.request_id = request.request_id
+            self._end(output)
 
     def _current_batches(self) -> list[StepBatch]:
         """One batch per latent shape, kept from the tick before where its members are the same."""
@@ -191,16 +246,29 @@ class RolloutEngine:
             state.rows_per_forward = max(state.rows_per_forward, rows)
 
     def _decode_completed(self) -> None:
-        for state in [state for state in self._running.values() if state.denoise_completed]:
-            started = time.perf_counter()
+        completed: dict[Hashable, list[StepRequestState]] = {}
+        for state in self._running.values():
+            if state.denoise_completed:
+                completed.setdefault(state.shape_key, []).append(state)
+        for states in completed.values():
             try:
-                with torch.no_grad():
-                    self.adapter.post_decode([state])
-                    output = state.to_output()
-            except Exception as error:
-                self._fail(state.request_id, error)
-                continue
-            state.stage_times["decode"] = time.perf_counter() - started
+                self._decode(states)
+            except Exception:
+                # One of them is at fault; alone, each shows whether it is.
+                for state in states:
+                    try:
+                        self._decode([state])
+                    except Exception as error:
+                        self._fail(state.request_id, error)
+
+    def _decode(self, states: list[StepRequestState]) -> None:
+        started = time.perf_counter()
+        with torch.no_grad():
+            self.adapter.post_decode(states, self._decode_rows)
+            outputs = [state.to_output() for state in states]
+        elapsed = time.perf_counter() - started
+        for output in outputs:
+            output.stage_times["decode"] = elapsed
             self._end(output)
 
     def _fail(self, request_id: str, error: Exception) -> None:

@@ -38,6 +38,8 @@ class OmniDiffusionSamplingParams:
         latents: initial latents, float ``(num_outputs_per_prompt, ...)`` in the model's latent layout.
         max_sequence_length: longest prompt in text tokens.
         output_type: ``"image"``, ``"latent"`` or ``"both"``.
+        lora_request: name of a PEFT adapter of the transformer; ``None`` takes the transformer as it stands.
+        lora_scale: multiplies the adapter's own scaling; 0 is the base model.
         extra_args: the algorithm's own arguments (``noise_level``, ``sde_type``, ``sde_window_size``,
             ``sde_window_range``, ``logprobs``), see :mod:`omnibatch.algorithms`.
     """
@@ -54,6 +56,8 @@ class OmniDiffusionSamplingParams:
     latents: torch.Tensor | None = None
     max_sequence_length: int | None = None
     output_type: str = "image"
+    lora_request: str | None = None
+    lora_scale: float | None = None
     extra_args: dict[str, Any] = field(default_factory=dict)
 
     def validate(self) -> None:
@@ -67,7 +71,7 @@ class OmniDiffusionSamplingParams:
         for name in ("height", "width", "max_sequence_length"):
             if getattr(self, name) is not None:
                 _require_positive_integer(name, getattr(self, name))
-        for name in ("guidance_scale", "true_cfg_scale"):
+        for name in ("guidance_scale", "true_cfg_scale", "lora_scale"):
             value = getattr(self, name)
             if value is not None and not (_is_real(value) and math.isfinite(value)):
                 raise ValueError(f"{name} must be a finite number, got {value!r}")
@@ -75,6 +79,8 @@ class OmniDiffusionSamplingParams:
             raise ValueError(f"seed must be an integer from 0 to 2**63 - 1, got {self.seed!r}")
         if self.output_type not in OUTPUT_TYPES:
             raise ValueError(f"output_type must be one of {', '.join(OUTPUT_TYPES)}, got {self.output_type!r}")
+        if self.lora_request is not None and not isinstance(self.lora_request, str):
+            raise ValueError(f"lora_request must be the name of an adapter, got {self.lora_request!r}")
         if not isinstance(self.extra_args, dict):
             raise ValueError(f"extra_args must be a dict, got {type(self.extra_args).__name__}")
         if self.sigmas is not None:
@@ -147,14 +153,7 @@ class OmniDiffusionRequest:
 
     def prompt_field(self, *names: str) -> Any:
         """The first of these fields that the prompt holds, or ``None``."""
-        if isinstance(self.prompt, str):
-            return self.prompt if "prompt" in names else None
-        additional = self.prompt.get("additional_information") or {}
-        for holder in (self.prompt, additional):
-            for name in names:
-                if holder.get(name) is not None:
-                    return holder[name]
-        return None
+        return prompt_field(self.prompt, *names)
 
 
 @dataclass
@@ -182,6 +181,7 @@ class DiffusionOutput:
         rows_per_forward: the most rows that a transformer call with this request's rows took.
         stage_times: wall-clock seconds spent in ``queue``, ``encode``, ``denoise`` (shared with whatever ran in
             the same forwards) and ``decode``.
+        custom_output: further fields of an adapter that brings its own ``forward()``.
         error: what went wrong, or ``None``.
     """
 
@@ -204,6 +204,7 @@ class DiffusionOutput:
     num_steps: int = 0
     rows_per_forward: int = 0
     stage_times: dict[str, float] = field(default_factory=dict)
+    custom_output: dict[str, Any] = field(default_factory=dict)
     error: Exception | None = None
 
 
@@ -223,6 +224,17 @@ class RolloutError(RuntimeError):
         failed = [output for output in outputs if output.error is not None]
         lines = [f"{output.request_id}: {type(output.error).__name__}: {output.error}" for output in failed]
         super().__init__(f"{len(failed)} of {len(outputs)} requests failed\n" + "\n".join(lines))
+
+
+def prompt_field(prompt: str | dict[str, Any], *names: str) -> Any:
+    """The first of these fields that a prompt holds, itself or in ``additional_information``, or ``None``."""
+    if isinstance(prompt, str):
+        return prompt if "prompt" in names else None
+    for holder in (prompt, prompt.get("additional_information") or {}):
+        for name in names:
+            if holder.get(name) is not None:
+                return holder[name]
+    return None
 
 
 def validate_request_id(request_id: Any) -> None:

@@ -12,8 +12,8 @@ number of steps all take their step in the same vectorised call.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -90,8 +90,9 @@ def step_coefficients(
     )
 
 
+@lru_cache(maxsize=256)
 def schedule_coefficients(
-    sigmas: Sequence[float], window: tuple[int, int], *, noise_level: float, sde_type: str
+    sigmas: tuple[float, ...], window: tuple[int, int], *, noise_level: float, sde_type: str
 ) -> torch.Tensor:
     """Coefficients of a whole schedule: SDE steps inside the window, Euler steps outside.
 
@@ -100,7 +101,8 @@ def schedule_coefficients(
         window: first SDE step and the one after the last.
 
     Returns:
-        float32 ``(T, 5)`` on the CPU, a row a step, in the order of :class:`StepCoefficients`' fields.
+        float32 ``(T, 5)`` on the CPU, a row a step, in the order of :class:`StepCoefficients`' fields. Requests with
+        equal arguments get the same tensor.
     """
     start, end = window
     rows = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,8 @@ from omnibatch.request import DiffusionOutput, OmniDiffusionRequest, OmniDiffusi
 TEXT_LENGTH_MULTIPLE = 32
 
 
-class PromptEncoding(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class PromptEncoding:
     """One encoded prompt: ``prompt_embeds`` ``(L, D)``, ``prompt_embeds_mask`` bool ``(L,)`` on the CPU or ``None`` for
     models without a text mask, ``pooled_prompt_embeds`` ``(P,)`` or ``None``."""
 
@@ -38,10 +39,12 @@ class StepRequestState:
         prompt_encoding: the prompt, shared by the request's outputs.
         negative_encoding: the negative prompt, or ``None`` when the request is not guided.
         guidance: scale of the guidance.
+        image_size: height and width in pixels.
         latents: float32 ``(n, ...)``, where the request stands now.
         sigmas: float32 ``(T + 1,)`` on the CPU.
         timesteps: float32 ``(T,)`` on the CPU.
         schedule: float32 ``(T, 6)`` on the device, a row a step: the timestep, then the sampler's coefficients.
+        lora: scale of each LoRA, or ``None`` for the transformer as it stands.
         sde_window: ``(start, end)`` in steps.
         noisy: whether the window's steps draw noise.
         logprobs: whether log-probs are returned.
@@ -60,10 +63,12 @@ class StepRequestState:
     prompt_encoding: PromptEncoding = field(default_factory=lambda: PromptEncoding(torch.empty(0)))
     negative_encoding: PromptEncoding | None = None
     guidance: float = 1.0
+    image_size: tuple[int, int] = (0, 0)
     latents: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     sigmas: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     timesteps: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     schedule: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    lora: dict[str, float] | None = None
     sde_window: tuple[int, int] = (0, 0)
     noisy: bool = False
     logprobs: bool = False
@@ -110,8 +115,11 @@ class StepRequestState:
 
     @property
     def shape_key(self) -> Hashable:
-        """What must be equal for two requests to share a forward."""
-        return tuple(self.latents.shape[1:])
+        """What must be equal for two requests to share a forward.
+
+        The picture size belongs to it: packed latents of 64 x 128 and 128 x 64 pixels look alike.
+        """
+        return self.image_size, tuple(self.latents.shape[1:])
 
     def to_output(self) -> DiffusionOutput:
         """The finished request's result, on the CPU."""
@@ -138,7 +146,7 @@ class StepRequestState:
 
     def _per_output(self, encoding: PromptEncoding | None, prefix: str = "") -> dict[str, Any]:
         """The encoding's tensors, one row per output, on the CPU, keyed by their names."""
-        fields = {} if encoding is None else encoding._asdict()
+        fields = {} if encoding is None else vars(encoding)
         return {
             prefix + name: tensor.cpu().expand(self.num_outputs, *tensor.shape)
             for name, tensor in fields.items()
@@ -157,6 +165,7 @@ class ForwardRows:
         prompt_embeds: ``(r, L, D)``.
         prompt_embeds_mask: bool ``(r, L)``; ``None`` when the model has no text mask or nothing is padded.
         pooled_prompt_embeds: ``(r, P)`` or ``None``.
+        lora: what each row's request asks for.
     """
 
     source: torch.Tensor
@@ -165,6 +174,7 @@ class ForwardRows:
     prompt_embeds: torch.Tensor
     prompt_embeds_mask: torch.Tensor | None
     pooled_prompt_embeds: torch.Tensor | None
+    lora: list[dict[str, float] | None]
 
 
 class StepBatch:
@@ -259,10 +269,15 @@ class StepBatch:
         for length, targets in by_length.items():
             size = self.rows_per_forward or len(targets)
             for start in range(0, len(targets), size):
-                yield self._forward(entries, targets[start : start + size], length, size)
+                yield self._forward(rows, entries, targets[start : start + size], length, size)
 
     def _forward(
-        self, entries: list[tuple[int, PromptEncoding]], targets: list[int], length: int, size: int
+        self,
+        rows: list[StepRequestState],
+        entries: list[tuple[int, PromptEncoding]],
+        targets: list[int],
+        length: int,
+        size: int,
     ) -> ForwardRows:
         # Dummy rows repeat a real one, so that they cannot overflow into anything.
         chosen = [entries[target] for target in targets + [targets[0]] * (size - len(targets))]
@@ -280,6 +295,7 @@ class StepBatch:
             prompt_embeds=torch.stack([pad_rows(encoding.prompt_embeds, length) for encoding in encodings]),
             prompt_embeds_mask=torch.stack(masks).to(self.device) if masks else None,
             pooled_prompt_embeds=torch.stack(pooled) if pooled else None,
+            lora=[rows[index].lora for index, _ in chosen],
         )
 
 

@@ -1,8 +1,8 @@
 """The adapter interface, and all of it that is not one model's business.
 
 An adapter serves a model in every mode through four lifecycle methods. This base class writes them for
-flow-matching models; a model's file fills in what differs, in pipeline order: :meth:`~RolloutAdapter.encode_prompt`,
-:meth:`~RolloutAdapter.latent_shape` and :meth:`~RolloutAdapter.schedule_shift`,
+flow-matching models; a model's file fills in what differs, in pipeline order: :meth:`~RolloutAdapter.prompt_tokens` and
+:meth:`~RolloutAdapter.encode_tokens`, :meth:`~RolloutAdapter.latent_shape` and :meth:`~RolloutAdapter.schedule_shift`,
 :meth:`~RolloutAdapter.predict_velocity`, :meth:`~RolloutAdapter.guide`, :meth:`~RolloutAdapter.decode_latents`.
 """
 
@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from omnibatch.adapters.prompts import EncodingCache, given_embeddings, prompt_digest
 from omnibatch.algorithms import sde_arguments, validate_algorithm
+from omnibatch.lora import active_lora, lora_rows, lora_scales, requested_lora
 from omnibatch.request import DiffusionOutput, OmniDiffusionRequest, OmniDiffusionSamplingParams
 from omnibatch.request_batch import DiffusionRequestBatch
 from omnibatch.sde import sample_step, schedule_coefficients
@@ -41,6 +43,8 @@ class RolloutAdapter(ABC):
     def __init__(self, pipeline: DiffusionPipeline, algorithm: str = "flow_grpo"):
         self.pipeline: Any = pipeline
         self.algorithm = validate_algorithm(algorithm)
+        self._encodings = EncodingCache()
+        self._encoder_parameters: dict[torch.nn.Module, list[torch.nn.Parameter]] = {}
 
     @property
     def transformer(self) -> Any:
@@ -48,17 +52,34 @@ class RolloutAdapter(ABC):
 
     @property
     def device(self) -> torch.device:
-        return next(self.transformer.parameters()).device
+        return self._weight.device
+
+    @property
+    def _weight(self) -> torch.Tensor:
+        return next(self.transformer.parameters())
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.transformer.dtype
+        return self._weight.dtype
 
     # What a model's file fills in, in pipeline order.
 
+    def given_embeddings(self, request: OmniDiffusionRequest, prefix: str) -> PromptEncoding | None:
+        """The embeddings that the request brings, or ``None``.
+
+        Args:
+            request: whose prompt it is.
+            prefix: ``""`` for the prompt, ``"negative_"`` for the negative prompt.
+        """
+        return given_embeddings(request, prefix, self._weight, self.transformer.config.joint_attention_dim)
+
     @abstractmethod
-    def encode_prompt(self, request: OmniDiffusionRequest, max_sequence_length: int, prefix: str) -> PromptEncoding:
-        """Encode the request's prompt (``prefix`` ``""``) or its negative prompt (``"negative_"``)."""
+    def prompt_tokens(self, request: OmniDiffusionRequest, prefix: str) -> Hashable:
+        """Token ids of the request's prompt, given or made from its text; equal ones are encoded once."""
+
+    @abstractmethod
+    def encode_tokens(self, tokens: Any, max_sequence_length: int) -> PromptEncoding:
+        """Run the text encoders over what :meth:`prompt_tokens` returned."""
 
     @abstractmethod
     def guidance_scale(self, request: OmniDiffusionRequest) -> float:
@@ -109,17 +130,19 @@ class RolloutAdapter(ABC):
         """
         request, sampling = state.request, state.sampling
         request.validate()
-        height, width = self._validated_size(sampling)
+        height, width = state.image_size = self._validated_size(sampling)
         max_sequence_length = self._max_sequence_length(sampling)
         state.generators = sampling.draw_generators()
         state.seeds = [generator.initial_seed() for generator in state.generators]
         state.sigmas, state.timesteps = self._noise_schedule(sampling, height, width)
 
-        arguments = sde_arguments(sampling.extra_args, len(state.timesteps), state.seeds[0])
+        arguments = sde_arguments(
+            sampling.extra_args, len(state.timesteps), seed=state.seeds[0], group_seed=prompt_digest(request)
+        )
         state.sde_window, state.logprobs = arguments.window, arguments.logprobs
         state.noisy = arguments.noise_level > 0
         coefficients = schedule_coefficients(
-            state.sigmas.double().tolist(),
+            tuple(state.sigmas.tolist()),
             arguments.window,
             noise_level=arguments.noise_level,
             sde_type=arguments.sde_type,
@@ -130,8 +153,8 @@ class RolloutAdapter(ABC):
         state.guidance = self.guidance_scale(request)
         if state.guidance > 1:
             state.negative_encoding = self.encode_prompt(request, max_sequence_length, "negative_")
+        state.lora = requested_lora(self.transformer, sampling)
         state.latents = self._initial_latents(sampling, height, width, state.generators)
-        state.extra["image_size"] = (height, width)
 
     def denoise_step(self, input_batch: StepBatch) -> torch.Tensor:
         """Predict the velocity of every row of a gathered batch.
@@ -143,16 +166,20 @@ class RolloutAdapter(ABC):
         model_latents = latents.to(self.dtype)
         total = input_batch.num_rows + len(input_batch.guided_rows)
         velocity = latents.new_empty((total, *latents.shape[1:]))
-        image_size = input_batch.states[0].extra["image_size"]
+        image_size = input_batch.states[0].image_size
+        any_lora = any(state.lora is not None for state in input_batch.states)
+        active = active_lora(self.transformer) if any_lora else []
         for rows in input_batch.forwards:
-            prediction = self.predict_velocity(
-                model_latents[rows.source], input_batch.timesteps[rows.source], rows, image_size
-            )
+            scales = lora_scales(rows.lora, active, latents.device)
+            with lora_rows(self.transformer, scales):
+                prediction = self.predict_velocity(
+                    model_latents[rows.source], input_batch.timesteps[rows.source], rows, image_size
+                )
             velocity[rows.target] = prediction[: rows.num_rows].float()
         positive, negative = velocity.split([input_batch.num_rows, len(input_batch.guided_rows)])
         if len(negative):
             guided = self.guide(positive[input_batch.guided_rows], negative, input_batch.guidance)
-            positive[input_batch.guided_rows] = guided
+            return positive.index_copy(0, input_batch.guided_rows, guided)
         return positive
 
     def step_scheduler(self, input_batch: StepBatch, noise_pred: torch.Tensor) -> None:
@@ -160,15 +187,23 @@ class RolloutAdapter(ABC):
         step = sample_step(input_batch.latents, noise_pred, input_batch.coefficients, noise=input_batch.draw_noise())
         input_batch.scatter(step.next_sample, step.log_prob)
 
-    def post_decode(self, states: Sequence[StepRequestState]) -> None:
-        """Decode the pictures of finished requests."""
-        for state in states:
-            if state.sampling.output_type == "latent":
-                continue
-            # One row a call: a picture's bits then depend on its latents alone.
-            pictures = [self.decode_latents(row[None], state.extra["image_size"]) for row in state.latents]
-            images = torch.cat(pictures).float().mul(0.5).add(0.5).clamp(0, 1)
-            state.images = images.mul(255).round().to(torch.uint8).cpu()
+    def post_decode(self, states: Sequence[StepRequestState], decode_rows: int = 1) -> None:
+        """Decode the pictures of finished requests of one picture size.
+
+        Args:
+            states: finished.
+            decode_rows: rows that the VAE takes at most. Its kernels may round differently for different numbers, so
+                with 1 a picture's bits depend on its latents alone.
+        """
+        states = [state for state in states if state.sampling.output_type != "latent"]
+        if not states:
+            return
+        image_size = states[0].image_size
+        chunks = torch.cat([state.latents for state in states]).split(decode_rows)
+        pictures = torch.cat([self.decode_latents(chunk, image_size).float() for chunk in chunks])
+        images = pictures.mul(0.5).add(0.5).clamp(0, 1).mul(255).round().to(torch.uint8).cpu()
+        for state, rows in zip(states, images.split([state.num_outputs for state in states])):
+            state.images = rows
 
     @torch.no_grad()
     def forward(self, req: OmniDiffusionRequest | DiffusionRequestBatch) -> list[DiffusionOutput]:
@@ -185,7 +220,7 @@ class RolloutAdapter(ABC):
         for state in states:
             self.prepare_encode(state)
         if len({state.shape_key for state in states}) > 1:
-            sizes = sorted({str(state.extra["image_size"]) for state in states})
+            sizes = sorted({str(state.image_size) for state in states})
             raise ValueError(f"requests of one forward must have one picture size, got {', '.join(sizes)}")
         batch = StepBatch(states)
         while active := [state for state in states if not state.denoise_completed]:
@@ -197,6 +232,42 @@ class RolloutAdapter(ABC):
         return [state.to_output() for state in states]
 
     # Pieces of prepare_encode.
+
+    @torch.no_grad()
+    def encode_prompt(self, request: OmniDiffusionRequest, max_sequence_length: int, prefix: str) -> PromptEncoding:
+        """Encode the request's prompt (``prefix`` ``""``) or its negative prompt (``"negative_"``).
+
+        Equal prompts in flight, and the last few, are encoded once as long as the encoders' weights stay the same.
+        """
+        given = self.given_embeddings(request, prefix)
+        if given is not None:
+            return given
+        names = ("prompt_token_ids", "prompt_ids", "extra_prompt_ids", "prompt")
+        value = request.prompt_field(*(prefix + name for name in names))
+        # A text stands for itself, so that a group's prompt is not even tokenized twice.
+        prompt = value if isinstance(value, str) else self.prompt_tokens(request, prefix)
+        return self._encodings.get(
+            (prompt, max_sequence_length, *self._text_encoder_versions()),
+            lambda: self.encode_tokens(self.prompt_tokens(request, prefix), max_sequence_length),
+        )
+
+    def forget_prompts(self) -> None:
+        """Drop the cached encodings.
+
+        For changes of a text encoder that torch does not count: writing through ``.data``, adding modules.
+        """
+        self._encodings = EncodingCache()
+        self._encoder_parameters = {}
+
+    def _text_encoder_versions(self) -> Iterator[Hashable]:
+        """What changes when a text encoder is replaced or one of its parameters is written to."""
+        for name in ("text_encoder", "text_encoder_2", "text_encoder_3"):
+            module = getattr(self.pipeline, name, None)
+            if module is not None:
+                if module not in self._encoder_parameters:
+                    # Walking the modules of a large encoder takes longer than preparing a request.
+                    self._encoder_parameters[module] = list(module.parameters())
+                yield id(module), sum(parameter._version for parameter in self._encoder_parameters[module])
 
     @property
     def size_multiple(self) -> int:
@@ -227,7 +298,7 @@ class RolloutAdapter(ABC):
 
         The pipeline's own scheduler object keeps one step index for whoever used it last; a request must not share it.
         """
-        scheduler = copy.deepcopy(self.pipeline.scheduler)
+        scheduler = copy.copy(self.pipeline.scheduler)
         steps = sampling.num_inference_steps
         sigmas = self.default_sigmas(steps) if sampling.sigmas is None else [float(s) for s in sampling.sigmas]
         arguments: dict[str, Any] = {"num_inference_steps": steps} if sigmas is None else {"sigmas": sigmas}

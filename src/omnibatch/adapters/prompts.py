@@ -1,13 +1,36 @@
-"""Prompts as users hand them over: text, token ids or embeddings."""
+"""Prompts as users hand them over: text, token ids or embeddings; and the encodings kept of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from weakref import WeakValueDictionary
 
 import torch
 
 from omnibatch.request import OmniDiffusionRequest
 from omnibatch.step_batch import PromptEncoding
+
+
+class EncodingCache:
+    """Encodings of the prompts in flight, and of the last few that were asked for.
+
+    An encoding stays while some request holds it. The last few stay beyond that, so that a group of requests that run
+    one after the other is encoded once, too.
+    """
+
+    def __init__(self, num_recent: int = 8):
+        self._in_flight: WeakValueDictionary[Hashable, PromptEncoding] = WeakValueDictionary()
+        self._recent: deque[PromptEncoding] = deque(maxlen=num_recent)
+
+    def get(self, key: Hashable, encode: Callable[[], PromptEncoding]) -> PromptEncoding:
+        """The encoding under this key, made if it is not there."""
+        encoding = self._in_flight.get(key)
+        if encoding is None:
+            encoding = self._in_flight[key] = encode()
+        self._recent.append(encoding)
+        return encoding
 
 
 def prompt_text(request: OmniDiffusionRequest, prefix: str = "", default: str | None = None) -> str:
@@ -25,6 +48,17 @@ def prompt_text(request: OmniDiffusionRequest, prefix: str = "", default: str | 
     if not isinstance(text, str):
         raise ValueError(f"{name} must be a string, got {type(text).__name__}")
     return text
+
+
+def prompt_digest(request: OmniDiffusionRequest) -> int:
+    """A number from 0 to 2**62 - 1 that equal prompts share, in every process."""
+    value = request.prompt_field("prompt", "prompt_token_ids", "prompt_ids", "extra_prompt_ids", "prompt_embeds")
+    digest = hashlib.sha256()
+    for part in value.values() if isinstance(value, dict) else [value]:
+        if isinstance(part, torch.Tensor):
+            part = part.detach().flatten().tolist()
+        digest.update(repr(part).encode())
+    return int.from_bytes(digest.digest()[:8], "big") >> 2
 
 
 def given_token_ids(request: OmniDiffusionRequest, prefix: str = "") -> list[int] | None:
@@ -68,11 +102,14 @@ def given_extra_token_ids(
 
 
 def given_embeddings(
-    request: OmniDiffusionRequest, prefix: str, width: int, *, pooled: bool = False
+    request: OmniDiffusionRequest, prefix: str, like: torch.Tensor, width: int, *, pooled: bool = False
 ) -> PromptEncoding | None:
     """The embeddings that the request brings, or ``None``.
 
     Args:
+        request: whose prompt it is.
+        prefix: ``""`` for the prompt, ``"negative_"`` for the negative prompt.
+        like: the embeddings get this tensor's device and data type.
         width: the last axis that the model needs.
         pooled: whether the model has pooled embeddings (and no text mask).
 
@@ -84,6 +121,7 @@ def given_embeddings(
     if embeds is None:
         return None
     embeds = embeds[0] if embeds.dim() == 3 and len(embeds) == 1 else embeds
+    embeds = embeds.detach().to(like)
     if embeds.dim() != 2 or embeds.shape[1] != width:
         raise ValueError(f"{name} must have the shape (L, {width}), got {tuple(embeds.shape)}")
     if pooled:
@@ -91,7 +129,7 @@ def given_embeddings(
         value = request.prompt_field(pooled_name)
         if value is None:
             raise ValueError(f"{pooled_name} is missing: {name} needs it beside it")
-        return PromptEncoding(embeds, pooled_prompt_embeds=value.reshape(-1))
+        return PromptEncoding(embeds, pooled_prompt_embeds=value.detach().to(like).reshape(-1))
     mask = request.prompt_field(f"{prefix}prompt_embeds_mask")
     if mask is None:
         return PromptEncoding(embeds, torch.ones(len(embeds), dtype=torch.bool))

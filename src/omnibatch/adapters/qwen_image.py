@@ -6,7 +6,7 @@ import torch
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 
 from omnibatch.adapters.base import RolloutAdapter
-from omnibatch.adapters.prompts import given_embeddings, given_token_ids, prompt_text
+from omnibatch.adapters.prompts import given_token_ids, prompt_text
 from omnibatch.request import OmniDiffusionRequest
 from omnibatch.step_batch import ForwardRows, PromptEncoding
 
@@ -25,10 +25,7 @@ class QwenImageAdapter(RolloutAdapter):
         longest = self.pipeline.tokenizer_max_length + self.pipeline.prompt_template_encode_start_idx
         return self.pipeline.tokenizer(text, max_length=longest, truncation=True).input_ids
 
-    def encode_prompt(self, request: OmniDiffusionRequest, max_sequence_length: int, prefix: str) -> PromptEncoding:
-        given = given_embeddings(request, prefix, self.transformer.config.joint_attention_dim)
-        if given is not None:
-            return given
+    def prompt_tokens(self, request: OmniDiffusionRequest, prefix: str) -> tuple[int, ...]:
         token_ids = given_token_ids(request, prefix)
         if token_ids is None:
             token_ids = self.tokenize(prompt_text(request, prefix))
@@ -38,10 +35,14 @@ class QwenImageAdapter(RolloutAdapter):
                 f"{prefix}prompt_token_ids must include the model's template of {template_length} tokens before the "
                 f"prompt, got {len(token_ids)} tokens"
             )
-        input_ids = torch.tensor([token_ids], device=self.device)
+        return tuple(token_ids)
+
+    def encode_tokens(self, tokens: tuple[int, ...], max_sequence_length: int) -> PromptEncoding:
+        input_ids = torch.tensor([tokens], device=self.device)
         hidden_states = self.pipeline.text_encoder.model(
             input_ids=input_ids, attention_mask=torch.ones_like(input_ids)
         ).last_hidden_state[0]
+        template_length = self.pipeline.prompt_template_encode_start_idx
         embeds = hidden_states[template_length:][:max_sequence_length].to(self.dtype)
         return PromptEncoding(embeds, torch.ones(len(embeds), dtype=torch.bool))
 

@@ -24,17 +24,24 @@ class StableDiffusion3Adapter(RolloutAdapter):
         """Token ids of a prompt per tokenizer, as ``extra_prompt_ids`` takes them."""
         return {"clip": self.pipeline.tokenizer(prompt).input_ids, "t5": self.pipeline.tokenizer_3(prompt).input_ids}
 
-    def encode_prompt(self, request: OmniDiffusionRequest, max_sequence_length: int, prefix: str) -> PromptEncoding:
-        given = given_embeddings(request, prefix, self.transformer.config.joint_attention_dim, pooled=True)
-        if given is not None:
-            return given
+    def given_embeddings(self, request: OmniDiffusionRequest, prefix: str) -> PromptEncoding | None:
+        width = self.transformer.config.joint_attention_dim
+        return given_embeddings(request, prefix, self._weight, width, pooled=True)
+
+    def prompt_tokens(self, request: OmniDiffusionRequest, prefix: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         token_ids = given_extra_token_ids(request, prefix, ("clip", "t5"))
         if token_ids is None:
             token_ids = self.tokenize(prompt_text(request, prefix, default="" if prefix else None))
+        return tuple(token_ids["clip"]), tuple(token_ids["t5"])
+
+    def encode_tokens(
+        self, tokens: tuple[tuple[int, ...], tuple[int, ...]], max_sequence_length: int
+    ) -> PromptEncoding:
+        clip_ids, t5_ids = (list(ids) for ids in tokens)
         encoders = (self.pipeline.text_encoder, self.pipeline.text_encoder_2)
         tokenizers = (self.pipeline.tokenizer, self.pipeline.tokenizer_2)
-        clip = [self._encode_clip(*modules, token_ids["clip"]) for modules in zip(encoders, tokenizers)]
-        t5_embeds = self._encode_t5(token_ids["t5"], max_sequence_length)
+        clip = [self._encode_clip(*modules, clip_ids) for modules in zip(encoders, tokenizers)]
+        t5_embeds = self._encode_t5(t5_ids, max_sequence_length)
         clip_embeds = torch.cat([embeds for embeds, _ in clip], dim=-1)
         clip_embeds = F.pad(clip_embeds, (0, t5_embeds.shape[-1] - clip_embeds.shape[-1]))
         embeds = torch.cat([clip_embeds.to(self.dtype), t5_embeds.to(self.dtype)])

@@ -1,0 +1,146 @@
+"""What a rollout costs over the bare loop: ``python -m omnibatch.bench.overhead``.
+
+The bare loop is the least that could be written for the same result: each prompt encoded once, one transformer call a
+step for all rows, the sampler's formula, one VAE call. It knows one number of steps, one window and no faults.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+
+import pandas as pd
+import torch
+from tqdm import tqdm
+
+from omnibatch import OmniDiffusionSamplingParams, RolloutConfig, RolloutEngine, load, tiny
+from omnibatch.adapters.base import RolloutAdapter
+from omnibatch.prompt_files import make_requests
+
+ROWS, STEPS, WINDOW, NOISE_LEVEL, TEXT_LENGTH = 32, 10, 2, 0.7, 32
+
+
+def bare_loop(adapter: RolloutAdapter, prompts: list[str], images_per_prompt: int) -> torch.Tensor:
+    """Roll out with as little code as the model needs.
+
+    Returns:
+        Pictures uint8 ``(rows, 3, 64, 64)``.
+    """
+    pipeline, size = adapter.pipeline, tiny.IMAGE_SIZE
+    is_qwen = type(pipeline).__name__ == "QwenImagePipeline"
+    if is_qwen:
+        embeds, mask = pipeline.encode_prompt(prompts, max_sequence_length=TEXT_LENGTH)
+        mask = None if mask is None else mask.repeat_interleave(images_per_prompt, dim=0)
+    else:
+        embeds, _, pooled, _ = pipeline.encode_prompt(
+            prompts, None, None, do_classifier_free_guidance=False, max_sequence_length=TEXT_LENGTH
+        )
+        pooled = pooled.repeat_interleave(images_per_prompt, dim=0)
+    embeds = embeds.repeat_interleave(images_per_prompt, dim=0)
+    generators = [torch.Generator().manual_seed(seed) for seed in range(len(embeds))]
+    latents = torch.stack([adapter.draw_latents(size, size, generator) for generator in generators])
+    sigmas, timesteps = adapter._noise_schedule(OmniDiffusionSamplingParams(num_inference_steps=STEPS), size, size)
+    trajectory, log_probs = [latents], []
+    for index, (sigma, next_sigma) in enumerate(zip(sigmas.tolist(), sigmas[1:].tolist())):
+        timestep = timesteps[index].expand(len(latents))
+        if is_qwen:
+            velocity = pipeline.transformer(
+                hidden_states=latents,
+                timestep=timestep / 1000,
+                encoder_hidden_states=embeds,
+                encoder_hidden_states_mask=mask,
+                img_shapes=[[(1, size // 16, size // 16)]] * len(latents),
+                return_dict=False,
+            )[0]
+        else:
+            velocity = pipeline.transformer(
+                hidden_states=latents,
+                timestep=timestep,
+                encoder_hidden_states=embeds,
+                pooled_projections=pooled,
+                return_dict=False,
+            )[0]
+        dt = next_sigma - sigma
+        if index >= WINDOW:
+            latents = latents + dt * velocity
+            continue
+        variance = NOISE_LEVEL**2 * sigma / (1 - (sigma if sigma < 1 else sigmas[1].item()))
+        scale, drift = math.sqrt(-dt * variance), variance / (2 * sigma) * dt
+        mean = latents * (1 + drift) + velocity * (dt + (1 - sigma) * drift)
+        noise = torch.stack([torch.randn(latents.shape[1:], generator=generator) for generator in generators])
+        latents = mean + scale * noise
+        distance = (latents - mean).square().flatten(1).mean(dim=1)
+        log_probs.append(-distance / (2 * scale**2) - math.log(scale) - math.log(2 * math.pi) / 2)
+        trajectory.append(latents)
+    images = adapter.decode_latents(latents, (size, size))
+    return ((images / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
+
+
+def measure_overhead(adapter: RolloutAdapter, repeats: int = 7) -> dict[str, float | str]:
+    """Time the bare loop and both batching modes in turn, after one uncounted round.
+
+    Returns:
+        Median seconds of the bare loop, and each mode's median ratio to it, round by round.
+    """
+    prompts, images_per_prompt = list(tiny.EXAMPLE_PROMPTS), ROWS // len(tiny.EXAMPLE_PROMPTS)
+    window = {"noise_level": NOISE_LEVEL, "sde_window_size": WINDOW, "sde_window_range": (0, WINDOW)}
+    sampling = OmniDiffusionSamplingParams(
+        num_inference_steps=STEPS,
+        height=tiny.IMAGE_SIZE,
+        width=tiny.IMAGE_SIZE,
+        guidance_scale=1.0,
+        max_sequence_length=TEXT_LENGTH,
+        extra_args=window,
+    )
+    requests = make_requests(prompts, sampling, images_per_prompt=images_per_prompt)
+
+    def run_engine(step_execution: bool) -> Callable[[], torch.Tensor]:
+        config = RolloutConfig(step_execution=step_execution, max_num_seqs=ROWS, decode_rows=ROWS)
+
+        def run() -> torch.Tensor:
+            adapter.forget_prompts()
+            outputs = RolloutEngine(adapter, config).generate(requests)
+            return torch.cat([output.output for output in outputs if output.output is not None])
+
+        return run
+
+    contenders = {
+        "bare loop": lambda: bare_loop(adapter, prompts, images_per_prompt),
+        "request": run_engine(False),
+        "step": run_engine(True),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    pictures = {}
+    for round_index in tqdm(range(repeats + 1), desc="bare loop and engine in turn", unit="round"):
+        for name, run in contenders.items():
+            started = time.perf_counter()
+            with torch.no_grad():
+                pictures[name] = run()
+            if round_index:
+                seconds[name].append(time.perf_counter() - started)
+    for name in ("request", "step"):
+        difference = (pictures[name].int() - pictures["bare loop"].int()).abs().max()
+        if difference > 1:
+            raise RuntimeError(f"the bare loop and mode {name!r} made different pictures")
+    ratios = {
+        name: [own / bare for own, bare in zip(seconds[name], seconds["bare loop"])] for name in ("request", "step")
+    }
+    return {
+        "bare loop (s)": round(statistics.median(seconds["bare loop"]), 3),
+        **{f"{name} / bare loop": round(statistics.median(values), 3) for name, values in ratios.items()},
+    }
+
+
+def main() -> None:
+    """Print a row a model."""
+    rows = [
+        {"model": name, "rows": ROWS, "steps": STEPS} | measure_overhead(load(name, device="cpu", dtype=torch.float32))
+        for name in tiny.MODEL_NAMES
+    ]
+    print(pd.DataFrame(rows).to_string(index=False))
+
+
+if __name__ == "__main__":
+    main()
