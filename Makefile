@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install rollout test lint clean
+.PHONY: help install rollout test lint nightly bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 12
@@ -30,6 +30,14 @@ lint: install
 
 test: install lint ## run every check
 	$(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered
+
+nightly: install ## the engine's state machine, at length
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest tests/test_engine_states.py
+
+bench: install ## overhead over the bare loop, scheduler cost, arrivals over time
+	$(BIN)/python -m omnibatch.bench.overhead
+	$(BIN)/python -m omnibatch.bench.scheduler_cost
+	$(BIN)/python -m omnibatch.bench.arrivals
 
 clean: ## remove what was made
 	rm -rf $(VENV) rollouts .pytest_cache .hypothesis .mypy_cache .ruff_cache .coverage

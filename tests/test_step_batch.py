@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from omnibatch import OmniDiffusionRequest, OmniDiffusionSamplingParams, StepRequestState
-from omnibatch.step_batch import PromptEncoding, StepBatch, pad_rows, padded_text_length
+from omnibatch import OmniDiffusionRequest, OmniDiffusionSamplingParams
+from omnibatch.step_batch import PromptEncoding, StepBatch, StepRequestState, pad_rows, padded_text_length
 
 
 def state(text_length=5, outputs=1, guided=False, masked=True, fill=1.0, negative_length=2):

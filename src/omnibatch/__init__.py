@@ -1,15 +1,16 @@
 """omnibatch: exact, mixed batching of diffusion rollouts, inside the process that trains the model."""
 
 from omnibatch.adapters import RolloutAdapter, load, register_adapter
+from omnibatch.async_engine import AsyncRolloutEngine
 from omnibatch.config import ExecutionMode, RolloutConfig
 from omnibatch.engine import RolloutEngine
 from omnibatch.request import DiffusionOutput, OmniDiffusionRequest, OmniDiffusionSamplingParams, RolloutError
 from omnibatch.request_batch import DiffusionRequestBatch
-from omnibatch.step_batch import StepRequestState
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncRolloutEngine",
     "DiffusionOutput",
     "DiffusionRequestBatch",
     "ExecutionMode",
@@ -19,7 +20,6 @@ __all__ = [
     "RolloutConfig",
     "RolloutEngine",
     "RolloutError",
-    "StepRequestState",
     "load",
     "register_adapter",
 ]

@@ -1,7 +1,8 @@
 """What each training algorithm asks of a rollout and reads from it.
 
-``flow_grpo`` (Flow-GRPO, arXiv 2505.05470) samples an SDE inside a window of steps and the ODE outside it, and reads
-the window's latents, timesteps and log-probs.
+``flow_grpo`` (Flow-GRPO, arXiv 2505.05470) and ``dance_grpo`` (DanceGRPO, arXiv 2505.07818) sample an SDE inside a
+window of steps and the ODE outside it, and read the window's latents, timesteps and log-probs. ``diffusion_nft``
+(arXiv 2509.16117) and ``dpo`` sample the ODE and read the clean latents.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from omnibatch.request import DiffusionOutput
 from omnibatch.request_batch import sample_per_sample_sde_windows
 from omnibatch.sde import SDE_TYPES
 
-ALGORITHMS = ("flow_grpo",)
+# The sampler that each algorithm takes unless told otherwise; None is the ODE, and nothing else.
+DEFAULT_SDE_TYPES: dict[str, str | None] = {
+    "flow_grpo": "sde",
+    "dance_grpo": "dance_sde",
+    "diffusion_nft": None,
+    "dpo": None,
+}
+ALGORITHMS = tuple(DEFAULT_SDE_TYPES)
 
 EXTRA_ARGS = (
     "noise_level",
@@ -59,7 +67,12 @@ def validate_algorithm(algorithm: str) -> str:
 
 
 def sde_arguments(
-    extra_args: Mapping[str, Any], num_timesteps: int, *, seed: int = 0, group_seed: int = 0
+    extra_args: Mapping[str, Any],
+    num_timesteps: int,
+    *,
+    algorithm: str = "flow_grpo",
+    seed: int = 0,
+    group_seed: int = 0,
 ) -> SdeArguments:
     """Read ``extra_args`` for a schedule of ``num_timesteps`` steps.
 
@@ -70,10 +83,11 @@ def sde_arguments(
     that no policy can learn from.
 
     Args:
-        extra_args: ``noise_level`` (default 0.7), ``sde_type`` (``"sde"``), ``sde_window_size`` (``None``: all steps
-            but the last), ``sde_window_range`` (``(0, num_timesteps - 1)``; a list, or a string such as ``"[0,5]"``),
+        extra_args: ``noise_level`` (default 0.7), ``sde_type`` (the algorithm's), ``sde_window_size`` (``None``: all
+            steps but the last), ``sde_window_range`` (``(0, num_timesteps - 1)``; a list, or such as ``"[0,5]"``),
             ``sde_window_scope`` (``"request"``), ``sde_window_seed`` (0), ``logprobs`` (``True``).
         num_timesteps: steps of the schedule.
+        algorithm: one of :data:`ALGORITHMS`. Those that sample the ODE take no noise and give no log-probs.
         seed: the request's seed.
         group_seed: a number that stands for the prompt.
 
@@ -83,10 +97,13 @@ def sde_arguments(
     unknown = sorted(set(extra_args) - set(EXTRA_ARGS))
     if unknown:
         raise ValueError(f"extra_args has no field {unknown[0]!r}; known are {', '.join(EXTRA_ARGS)}")
-    noise_level = extra_args.get("noise_level", 0.7)
+    default_sde_type = DEFAULT_SDE_TYPES[algorithm]
+    noise_level = extra_args.get("noise_level", 0.0 if default_sde_type is None else 0.7)
     if not (isinstance(noise_level, (int, float)) and math.isfinite(noise_level) and noise_level >= 0):
         raise ValueError(f"noise_level must be a finite number of at least 0, got {noise_level!r}")
-    sde_type = extra_args.get("sde_type", "sde")
+    if default_sde_type is None and noise_level > 0:
+        raise ValueError(f"noise_level must be 0 for {algorithm}, which samples the ODE, got {noise_level!r}")
+    sde_type = extra_args.get("sde_type", default_sde_type or "sde")
     if sde_type not in SDE_TYPES:
         raise ValueError(f"sde_type must be one of {', '.join(SDE_TYPES)}, got {sde_type!r}")
     logprobs = extra_args.get("logprobs", True)
@@ -109,27 +126,34 @@ def sde_arguments(
     return SdeArguments(float(noise_level), sde_type, window, logprobs)
 
 
-def training_fields(output: DiffusionOutput) -> dict[str, torch.Tensor | None]:
-    """The tensors that Flow-GRPO training reads, under the names it reads them by.
+def training_fields(output: DiffusionOutput, algorithm: str = "flow_grpo") -> dict[str, torch.Tensor | None]:
+    """The tensors that training reads, under the names it reads them by.
+
+    Args:
+        output: of a finished request.
+        algorithm: who reads.
 
     Returns:
-        ``all_latents`` ``(n, W + 1, ...)`` float32, ``all_log_probs`` ``(n, W)`` float32, ``all_timesteps`` ``(n, W)``,
-        the prompt embeddings and masks, and their negatives, which are ``None`` without guidance; models with pooled
-        embeddings have those too.
+        For SDE algorithms ``all_latents`` ``(n, W + 1, ...)``, ``all_log_probs`` ``(n, W)`` and ``all_timesteps``
+        ``(n, W)``; for ``diffusion_nft`` ``latents_clean`` ``(n, ...)`` and ``train_timesteps`` ``(n, T)``; for ``dpo``
+        ``latents_clean``; all float32. For all, the prompt embeddings and masks and their negatives, which are
+        ``None`` without guidance; models with pooled embeddings have those too.
     """
-    tensors = {
-        "all_latents": output.trajectory_latents,
-        "all_log_probs": output.trajectory_log_probs,
-        "all_timesteps": output.trajectory_timesteps,
-        "prompt_embeds": output.prompt_embeds,
-        "prompt_embeds_mask": output.prompt_embeds_mask,
-        "negative_prompt_embeds": output.negative_prompt_embeds,
-        "negative_prompt_embeds_mask": output.negative_prompt_embeds_mask,
-    }
+    tensors: dict[str, torch.Tensor | None]
+    if DEFAULT_SDE_TYPES[validate_algorithm(algorithm)] is not None:
+        tensors = {
+            "all_latents": output.trajectory_latents,
+            "all_log_probs": output.trajectory_log_probs,
+            "all_timesteps": output.trajectory_timesteps,
+        }
+    else:
+        tensors = {"latents_clean": output.latents}
+        if algorithm == "diffusion_nft" and output.timesteps is not None:
+            tensors["train_timesteps"] = output.timesteps.expand(len(output.seeds), -1)
+    names = ["prompt_embeds", "prompt_embeds_mask"]
     if output.pooled_prompt_embeds is not None:
-        tensors["pooled_prompt_embeds"] = output.pooled_prompt_embeds
-        tensors["negative_pooled_prompt_embeds"] = output.negative_pooled_prompt_embeds
-    return tensors
+        names.append("pooled_prompt_embeds")
+    return tensors | {prefix + name: getattr(output, prefix + name) for prefix in ("", "negative_") for name in names}
 
 
 def _window_seed(extra_args: Mapping[str, Any], seed: int, group_seed: int) -> int:

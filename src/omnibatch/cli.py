@@ -16,6 +16,7 @@ from omnibatch.dispatch import choose_mode, require_mode
 from omnibatch.prompt_files import make_requests, read_prompts
 from omnibatch.request import OmniDiffusionRequest, OmniDiffusionSamplingParams
 from omnibatch.sde import SDE_TYPES
+from omnibatch.step_batch import StepRequestState
 
 # The SDE window is drawn among the first steps, where noise still changes what the picture shows.
 SDE_WINDOW_RANGE = (0, 5)
@@ -40,8 +41,8 @@ SAMPLING_OPTIONS = [
     click.option("--width", type=int, help="Pixels.  [default: the model's]"),
     click.option("--guidance-scale", type=float, default=1.0, show_default=True, help="1 turns guidance off."),
     click.option("--negative-prompt", help="Qwen-Image is guided only with one."),
-    click.option("--noise-level", type=float, default=0.7, show_default=True, help="Of the SDE steps; 0 is the ODE."),
-    click.option("--sde-type", type=click.Choice(SDE_TYPES), default="sde", show_default=True, help="Sampler."),
+    click.option("--noise-level", type=float, help="Of the SDE steps; 0 is the ODE.  [default: the algorithm's]"),
+    click.option("--sde-type", type=click.Choice(SDE_TYPES), help="Sampler.  [default: the algorithm's]"),
     click.option(
         "--sde-window-size", type=POSITIVE, default=2, show_default=True, help="SDE steps, among the first five."
     ),
@@ -121,7 +122,7 @@ def rollout(
     config = RolloutConfig.for_mode(execution_mode, max_num_seqs, rows_per_forward=rows_per_forward)
     click.echo(f"{len(requests)} images in mode {execution_mode.value} ({reason})")
     outputs = omnibatch.RolloutEngine(adapter, config).generate(requests, return_errors=True, progress=not quiet)
-    write_rollouts(folder, requests, outputs)
+    write_rollouts(folder, requests, outputs, algorithm)
     failed = [output for output in outputs if output.error is not None]
     click.echo(f"{len(outputs) - len(failed)} of {len(outputs)} requests finished, written to {folder}")
     if failed:
@@ -188,12 +189,18 @@ def compare(
     )
     click.echo(result.table().to_string(index=False, formatters={"difference": "{:.1e}".format}))
     if folder is not None:
-        write_rollouts(folder, requests(), result.outputs[ExecutionMode.STEP])
+        write_rollouts(folder, requests(), result.outputs[ExecutionMode.STEP], algorithm)
         click.echo(f"pictures: {folder / 'contact_sheet.png'}")
 
 
 def _sampling_params(
-    *, steps: int, guidance_scale: float, noise_level: float, sde_type: str, sde_window_size: int, **size: Any
+    *,
+    steps: int,
+    guidance_scale: float,
+    noise_level: float | None,
+    sde_type: str | None,
+    sde_window_size: int,
+    **size: Any,
 ) -> OmniDiffusionSamplingParams:
     low, high = SDE_WINDOW_RANGE
     sampling_params = OmniDiffusionSamplingParams(
@@ -201,11 +208,10 @@ def _sampling_params(
         guidance_scale=guidance_scale,
         true_cfg_scale=guidance_scale,
         extra_args={
-            "noise_level": noise_level,
-            "sde_type": sde_type,
             "sde_window_size": sde_window_size,
             "sde_window_range": (low, min(high, steps)),
-        },
+        }
+        | {name: value for name, value in (("noise_level", noise_level), ("sde_type", sde_type)) if value is not None},
         **size,
     )
     sampling_params.validate()
@@ -223,7 +229,7 @@ def _load(model: str, algorithm: str, device: str | None, dtype: str | None) -> 
 def _prepare_first(adapter: omnibatch.RolloutAdapter, requests: Sequence[OmniDiffusionRequest]) -> None:
     """Prepare one request, so that what is wrong with all of them is said before anything runs."""
     with torch.no_grad():
-        adapter.prepare_encode(omnibatch.StepRequestState(requests[0]))
+        adapter.prepare_encode(StepRequestState(requests[0]))
 
 
 def main(arguments: list[str] | None = None) -> int:

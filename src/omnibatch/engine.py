@@ -1,17 +1,18 @@
-"""The loop: admit requests, run their next step, return what finished, keep faults where they belong."""
+"""The loop: admit requests, run their next step, return what ended, keep faults where they belong."""
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-import torch
 from tqdm import tqdm
 
 from omnibatch.adapters.base import RolloutAdapter
 from omnibatch.config import ExecutionMode, RolloutConfig
 from omnibatch.dispatch import missing_step_methods, require_mode, supported_modes
+from omnibatch.packed_forward import run_packed_forward
 from omnibatch.request import (
     DiffusionOutput,
     OmniDiffusionRequest,
@@ -19,9 +20,19 @@ from omnibatch.request import (
     RolloutError,
     validate_request_id,
 )
-from omnibatch.request_batch import DiffusionRequestBatch, split_diffusion_output_by_request
+from omnibatch.runner import LifecycleRunner
 from omnibatch.scheduler import RequestScheduler, StepScheduler
-from omnibatch.step_batch import StepBatch, StepRequestState
+from omnibatch.step_batch import StepRequestState
+from omnibatch.timeline import Timeline
+
+
+class Progress(NamedTuple):
+    """Where a call stands: denoising steps done and in all, requests in flight and ended."""
+
+    steps_done: int
+    total_steps: int
+    in_flight: int
+    ended: int
 
 
 class RolloutEngine:
@@ -30,19 +41,27 @@ class RolloutEngine:
     Every mode is the same loop; only admission differs. Step-wise lets a request join whenever a place is free,
     request-level starts a wave when the one before has ended, serial is a wave of one.
 
+    Use it from one thread, or through :class:`~omnibatch.AsyncRolloutEngine`.
+
     Args:
         adapter: what runs the model.
         config: how requests are packed.
+        timeline: filled with every step that is run.
 
     Raises:
         ValueError: when the adapter lacks what the mode needs.
     """
 
-    def __init__(self, adapter: RolloutAdapter, config: RolloutConfig | None = None):
+    def __init__(
+        self,
+        adapter: RolloutAdapter | Any,
+        config: RolloutConfig | None = None,
+        *,
+        timeline: Timeline | None = None,
+    ):
         self.adapter = adapter
         self.config = config or RolloutConfig()
-        self._decode_rows = self.config.decode_rows or (1 if self.config.rows_per_forward else 8)
-        self._has_lifecycle = not missing_step_methods(adapter)
+        self._runner = None if missing_step_methods(adapter) else LifecycleRunner(adapter, self.config, timeline)
         self.scheduler: StepScheduler
         if self.config.mode is ExecutionMode.STEP:
             require_mode(adapter, ExecutionMode.STEP)
@@ -51,21 +70,33 @@ class RolloutEngine:
             self.scheduler = RequestScheduler(self._wave_size(), self.config.request_batch_max_wait_ms)
         self._waiting: dict[str, tuple[OmniDiffusionRequest, float]] = {}
         self._running: dict[str, StepRequestState] = {}
-        self._batches: dict[Hashable, StepBatch] = {}
-        self._ended: list[DiffusionOutput] = []
+        self._ended: dict[str, DiffusionOutput] = {}
+        self._steps_done = 0
+        self._closed = False
+
+    def __enter__(self) -> RolloutEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a submitted request has not been returned yet."""
+        """Whether a submitted request's output has not been returned yet."""
         return self.scheduler.has_unfinished or bool(self._ended)
 
     def submit(self, request: OmniDiffusionRequest) -> str:
-        """Queue a request and return its id. Its own faults show in its output, not here.
+        """Queue a request and return its id. What is wrong with it shows in its output, not here.
 
         Raises:
-            ValueError: when the id is empty or already in flight.
+            ValueError: when the id is empty or still in flight.
+            RuntimeError: when the engine is closed.
         """
+        if self._closed:
+            raise RuntimeError("the engine is closed")
         validate_request_id(request.request_id)
+        if request.request_id in self._ended:
+            raise ValueError(f"request_id {request.request_id!r} is already in flight: its output was not taken yet")
         self.scheduler.add(request.request_id, self._shape_key(request))
         self._waiting[request.request_id] = (request, time.perf_counter())
         return request.request_id
@@ -83,20 +114,36 @@ class RolloutEngine:
 
     def step(self) -> list[DiffusionOutput]:
         """Admit what may start, run one denoising step of everything in flight, and return what ended."""
-        admitted = self._admit()
-        if self._has_lifecycle:
-            for request_id in admitted:
-                self._prepare(request_id)
-            for batch in self._current_batches():
-                self._advance(batch)
-            self._decode_completed()
-        elif admitted:
-            self._forward(admitted)
-        ended, self._ended = self._ended, []
-        return ended
+        time.sleep(self.wait_seconds())
+        self._tick()
+        return self._take(list(self._ended))
+
+    def stream(
+        self,
+        requests: Sequence[OmniDiffusionRequest],
+        *,
+        progress: bool = False,
+        on_step: Callable[[Progress], None] | None = None,
+    ) -> Iterator[DiffusionOutput]:
+        """Run requests and yield each output as it ends, failed ones with ``error`` set.
+
+        Closing the iterator early aborts what has not ended.
+
+        Args:
+            requests: any number, in any mix.
+            progress: show a bar over denoising steps.
+            on_step: called after every step of the engine.
+        """
+        for _, output in self._run(requests, progress, on_step):
+            yield output
 
     def generate(
-        self, requests: Sequence[OmniDiffusionRequest], *, return_errors: bool = False, progress: bool = False
+        self,
+        requests: Sequence[OmniDiffusionRequest],
+        *,
+        return_errors: bool = False,
+        progress: bool = False,
+        on_step: Callable[[Progress], None] | None = None,
     ) -> list[DiffusionOutput]:
         """Run requests to their end.
 
@@ -104,6 +151,7 @@ class RolloutEngine:
             requests: any number, in any mix.
             return_errors: return failed requests in their place, with ``error`` set, instead of raising.
             progress: show a bar over denoising steps.
+            on_step: called after every step of the engine.
 
         Returns:
             One output per request, in the order given.
@@ -111,36 +159,109 @@ class RolloutEngine:
         Raises:
             RolloutError: after everything has ended, when a request failed; it carries all outputs.
         """
-        outputs: list[DiffusionOutput | None] = [None] * len(requests)
-        index_of: dict[str, int] = {}
-        for index, request in enumerate(requests):
+        outputs = [output for _, output in sorted(self._run(requests, progress, on_step), key=lambda pair: pair[0])]
+        if not return_errors and any(output.error is not None for output in outputs):
+            raise RolloutError(outputs)
+        return outputs
+
+    def close(self) -> list[DiffusionOutput]:
+        """End everything in flight with an error, refuse new requests, and return the outputs nobody has taken."""
+        self._closed = True
+        for request_id in [*self._running, *self._waiting]:
+            self._fail(request_id, RequestAborted(f"the engine was closed before request {request_id!r} ended"))
+        return self._take(list(self._ended))
+
+    def wait_seconds(self) -> float:
+        """How long the engine would wait for more arrivals before it runs anything."""
+        return 0.0 if self._running else self.scheduler.wait_seconds()
+
+    def _run(
+        self, requests: Sequence[OmniDiffusionRequest], progress: bool, on_step: Callable[[Progress], None] | None
+    ) -> Iterator[tuple[int, DiffusionOutput]]:
+        """Run requests and give each output with its request's place in the list."""
+        place_of: dict[str, int] = {}
+        refused = []
+        for place, request in enumerate(requests):
             try:
-                index_of[self.submit(request)] = index
+                place_of[self.submit(request)] = place
             except ValueError as error:
-                outputs[index] = DiffusionOutput(str(request.request_id), error=error)
-        total = sum(requests[index].sampling_params.num_inference_steps for index in index_of.values())
-        not_ours: list[DiffusionOutput] = []
+                refused.append((place, DiffusionOutput(str(request.request_id), error=error)))
+        before = self._steps_done
+        total = sum(_num_steps(requests[place]) for place in place_of.values())
         try:
+            yield from refused
             with tqdm(total=total, unit="step", disable=not progress, desc="denoising") as bar:
-                while index_of:
-                    in_flight = len(self._running)
-                    ended = self.step()
+                while place_of:
+                    time.sleep(self.wait_seconds())
+                    self._tick()
                     bar.set_postfix(in_flight=len(self._running), refresh=False)
-                    bar.update(max(in_flight, len(self._running)))
-                    for output in ended:
-                        if output.request_id in index_of:
-                            outputs[index_of.pop(output.request_id)] = output
-                        else:
-                            not_ours.append(output)
+                    bar.update(self._steps_done - before - bar.n)
+                    ended = self._take([request_id for request_id in self._ended if request_id in place_of])
+                    pairs = [(place_of.pop(output.request_id), output) for output in ended]
+                    if on_step is not None:
+                        done = len(requests) - len(place_of)
+                        on_step(Progress(self._steps_done - before, total, len(self._running), done))
+                    yield from pairs
         finally:
-            # Whatever stopped the loop, nothing of this call stays in flight and nothing of others is lost.
-            for request_id in index_of:
+            # Whatever stopped the loop, nothing of this call stays in flight.
+            for request_id in place_of:
                 self.abort(request_id)
-            self._ended = not_ours + [output for output in self._ended if output.request_id not in index_of]
-        results = [output for output in outputs if output is not None]
-        if not return_errors and any(output.error is not None for output in results):
-            raise RolloutError(results)
-        return results
+            self._take([request_id for request_id in place_of if request_id in self._ended])
+
+    def _tick(self) -> None:
+        admitted = self.scheduler.schedule()
+        if self._runner is None:
+            if admitted:
+                self._forward(admitted)
+            return
+        for request_id in admitted:
+            request, submitted = self._waiting.pop(request_id)
+            try:
+                state = self._runner.prepare(request, waited=time.perf_counter() - submitted)
+            except Exception as error:
+                self._fail(request_id, error)
+            else:
+                self._running[request_id] = state
+        self._steps_done += len(self._running)
+        for state, fault in self._runner.advance(self._running.values()):
+            self._fail(state.request_id, fault)
+        completed = [state for state in self._running.values() if state.denoise_completed]
+        for state, result in self._runner.finish(completed):
+            self._end(
+                result if isinstance(result, DiffusionOutput) else DiffusionOutput(state.request_id, error=result)
+            )
+
+    def _forward(self, admitted: list[str]) -> None:
+        """Run a wave through an adapter that brings its own ``forward()`` and no lifecycle."""
+        requests = []
+        for request_id in admitted:
+            request, _ = self._waiting[request_id]
+            try:
+                request.validate()
+                requests.append(request)
+            except ValueError as error:
+                self._fail(request_id, error)
+        try:
+            outputs = run_packed_forward(self.adapter, requests) if requests else []
+        except Exception as error:
+            outputs = [DiffusionOutput(request.request_id, error=error) for request in requests]
+        for request, output in zip(requests, outputs):
+            self._steps_done += _num_steps(request)
+            self._end(output)
+
+    def _take(self, request_ids: list[str]) -> list[DiffusionOutput]:
+        return [self._ended.pop(request_id) for request_id in request_ids]
+
+    def _fail(self, request_id: str, error: Exception) -> None:
+        self._end(DiffusionOutput(request_id, error=error))
+
+    def _end(self, output: DiffusionOutput) -> None:
+        self.scheduler.finish(output.request_id)
+        self._waiting.pop(output.request_id, None)
+        state = self._running.pop(output.request_id, None)
+        if state is not None and self._runner is not None:
+            self._runner.forget(state)
+        self._ended[output.request_id] = output
 
     def _shape_key(self, request: OmniDiffusionRequest) -> Hashable:
         try:
@@ -162,120 +283,7 @@ class RolloutEngine:
             return 1
         return size
 
-    def _admit(self) -> list[str]:
-        wait = self.scheduler.wait_seconds()
-        if wait and not self._running:
-            time.sleep(wait)
-        return self.scheduler.schedule()
 
-    def _prepare(self, request_id: str) -> None:
-        request, submitted = self._waiting[request_id]
-        state = StepRequestState(request)
-        started = time.perf_counter()
-        state.stage_times["queue"] = started - submitted
-        try:
-            with torch.no_grad():
-                self.adapter.prepare_encode(state)
-        except Exception as error:
-            self._fail(request_id, error)
-            return
-        state.stage_times["encode"] = time.perf_counter() - started
-        state.stage_times["denoise"] = 0.0
-        del self._waiting[request_id]
-        self._running[request_id] = state
-
-    def _forward(self, admitted: list[str]) -> None:
-        """Run a wave through an adapter that brings its own ``forward()`` and no lifecycle."""
-        requests = []
-        for request_id in admitted:
-            request, _ = self._waiting[request_id]
-            try:
-                request.validate()
-                requests.append(request)
-            except ValueError as error:
-                self._fail(request_id, error)
-        if not requests:
-            return
-        takes_batches = ExecutionMode.REQUEST in supported_modes(self.adapter)
-        try:
-            with torch.no_grad():
-                result = self.adapter.forward(DiffusionRequestBatch(requests) if takes_batches else requests[0])
-            if isinstance(result, DiffusionOutput):
-                counts = [request.sampling_params.num_outputs_per_prompt for request in requests]
-                result = split_diffusion_output_by_request(
-                    result, DiffusionRequestBatch(requests), num_outputs_per_prompt=counts
-                )
-            if len(result) != len(requests):
-                raise ValueError(f"forward() must return an output per request, {len(requests)}, got {len(result)}")
-        except Exception as error:
-            for request in requests:
-                self._fail(request.request_id, error)
-            return
-        for request, output in zip(requests, result):
-            output.request_id = request.request_id
-            self._end(output)
-
-    def _current_batches(self) -> list[StepBatch]:
-        """One batch per latent shape, kept from the tick before where its members are the same."""
-        members: dict[Hashable, list[StepRequestState]] = {}
-        for state in self._running.values():
-            members.setdefault(state.shape_key, []).append(state)
-        kept = self._batches
-        self._batches = {}
-        for key, states in members.items():
-            batch = kept.get(key)
-            if batch is None or batch.states != states:
-                batch = StepBatch(states, self.config.rows_per_forward)
-            self._batches[key] = batch
-        return list(self._batches.values())
-
-    def _advance(self, batch: StepBatch) -> None:
-        started = time.perf_counter()
-        try:
-            with torch.no_grad():
-                batch.gather()
-                self.adapter.step_scheduler(batch, self.adapter.denoise_step(batch))
-        except Exception as error:
-            for state in batch.states:
-                self._fail(state.request_id, error)
-            return
-        elapsed = time.perf_counter() - started
-        rows = max(len(forward.source) for forward in batch.forwards)
-        for state in batch.states:
-            state.stage_times["denoise"] += elapsed
-            state.rows_per_forward = max(state.rows_per_forward, rows)
-
-    def _decode_completed(self) -> None:
-        completed: dict[Hashable, list[StepRequestState]] = {}
-        for state in self._running.values():
-            if state.denoise_completed:
-                completed.setdefault(state.shape_key, []).append(state)
-        for states in completed.values():
-            try:
-                self._decode(states)
-            except Exception:
-                # One of them is at fault; alone, each shows whether it is.
-                for state in states:
-                    try:
-                        self._decode([state])
-                    except Exception as error:
-                        self._fail(state.request_id, error)
-
-    def _decode(self, states: list[StepRequestState]) -> None:
-        started = time.perf_counter()
-        with torch.no_grad():
-            self.adapter.post_decode(states, self._decode_rows)
-            outputs = [state.to_output() for state in states]
-        elapsed = time.perf_counter() - started
-        for output in outputs:
-            output.stage_times["decode"] = elapsed
-            self._end(output)
-
-    def _fail(self, request_id: str, error: Exception) -> None:
-        self._end(DiffusionOutput(request_id, error=error))
-
-    def _end(self, output: DiffusionOutput) -> None:
-        self.scheduler.finish(output.request_id)
-        self._waiting.pop(output.request_id, None)
-        self._running.pop(output.request_id, None)
-        self._ended.append(output)
+def _num_steps(request: OmniDiffusionRequest) -> int:
+    steps = request.sampling_params.num_inference_steps
+    return steps if isinstance(steps, int) else 0

@@ -37,7 +37,8 @@ class OmniDiffusionSamplingParams:
         generator: generators to draw from instead, one, or one per output.
         latents: initial latents, float ``(num_outputs_per_prompt, ...)`` in the model's latent layout.
         max_sequence_length: longest prompt in text tokens.
-        output_type: ``"image"``, ``"latent"`` or ``"both"``.
+        output_type: ``"latent"`` leaves out the decoding, ``"image"`` and ``"both"`` do it; the output has the latents
+            either way.
         lora_request: name of a PEFT adapter of the transformer; ``None`` takes the transformer as it stands.
         lora_scale: multiplies the adapter's own scaling; 0 is the base model.
         extra_args: the algorithm's own arguments (``noise_level``, ``sde_type``, ``sde_window_size``,
@@ -166,7 +167,7 @@ class DiffusionOutput:
         request_id: the request's id.
         output: pictures uint8 ``(n, 3, H, W)``, or the final latents float32 ``(n, ...)`` when the request's
             ``output_type`` is ``"latent"``; ``None`` when the request failed.
-        latents: the final latents when ``output_type`` is ``"latent"`` or ``"both"``, else ``None``.
+        latents: the final, clean latents ``(n, ...)``.
         trajectory_latents: ``(n, W + 1, ...)``, the latents before each step of the SDE window and after its last.
         trajectory_log_probs: ``(n, W)``, or ``None`` when not asked for or when the noise level is 0.
         trajectory_timesteps: ``(n, W)``, in the scheduler's units (1000 sigma).

@@ -38,7 +38,12 @@ def writable_folder(out: str | Path) -> Path:
     return folder
 
 
-def write_rollouts(folder: Path, requests: Sequence[OmniDiffusionRequest], outputs: Sequence[DiffusionOutput]) -> None:
+def write_rollouts(
+    folder: Path,
+    requests: Sequence[OmniDiffusionRequest],
+    outputs: Sequence[DiffusionOutput],
+    algorithm: str = "flow_grpo",
+) -> None:
     """Write everything that a rollout gave.
 
     ``images/<request>-<output>.png``; ``contact_sheet.png``; ``rollouts.safetensors`` with the training fields of all
@@ -49,6 +54,7 @@ def write_rollouts(folder: Path, requests: Sequence[OmniDiffusionRequest], outpu
         folder: exists and can be written.
         requests: what was asked.
         outputs: what came of it, in the same order.
+        algorithm: whose training fields are written.
     """
     (folder / "images").mkdir(exist_ok=True)
     finished = [output for output in outputs if output.error is None]
@@ -59,7 +65,7 @@ def write_rollouts(folder: Path, requests: Sequence[OmniDiffusionRequest], outpu
         lines.append(json.dumps(_manifest_entry(request, output, rows, _write_images(folder, output))))
     (folder / "manifest.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     if finished:
-        save_file(_stacked(finished), folder / "rollouts.safetensors")
+        save_file(_stacked(finished, algorithm), folder / "rollouts.safetensors")
         contact_sheet(requests, outputs).save(folder / "contact_sheet.png")
 
 
@@ -124,7 +130,7 @@ def _manifest_entry(
     }
 
 
-def _stacked(outputs: Sequence[DiffusionOutput]) -> dict[str, torch.Tensor]:
+def _stacked(outputs: Sequence[DiffusionOutput], algorithm: str) -> dict[str, torch.Tensor]:
     """The rows of all outputs in one tensor a field; a field that some outputs lack is left out."""
     per_output = []
     for output in outputs:
@@ -132,9 +138,8 @@ def _stacked(outputs: Sequence[DiffusionOutput]) -> dict[str, torch.Tensor]:
         extras = {
             "sigmas": None if output.sigmas is None else output.sigmas.expand(count, -1),
             "sde_windows": torch.tensor([output.sde_window] * count),
-            "latents": output.latents,
         }
-        per_output.append(training_fields(output) | extras)
+        per_output.append(training_fields(output, algorithm) | extras)
     stacked = {}
     for name in per_output[0]:
         tensors = [tensor for fields in per_output if (tensor := fields.get(name)) is not None]

@@ -134,6 +134,7 @@ def sample_step(
     *,
     noise: torch.Tensor | None = None,
     next_sample: torch.Tensor | None = None,
+    rows_per_sum: int | None = None,
 ) -> SampledStep:
     """Take one reverse step for R rows, or score a step that was taken.
 
@@ -143,6 +144,8 @@ def sample_step(
         coefficients: ``(R, 5)`` float32, one row of :func:`schedule_coefficients` each.
         noise: standard normal, same shape as ``sample``; ``None`` where no row draws any.
         next_sample: the step's known result; then nothing is drawn and its log-prob is returned.
+        rows_per_sum: sum squares over exactly this many rows at a time. A device may sum a row in another order when
+            there are more or fewer of them, so this makes a log-prob's bits the row's own.
 
     Returns:
         The step. A row whose step is deterministic has log-prob 0, which means nothing.
@@ -154,7 +157,14 @@ def sample_step(
     if next_sample is None:
         next_sample = mean if noise is None else mean + noise_scale.view(per_row) * noise
     square = (next_sample.float() - mean).square()
-    # The last axis first: one long reduction is split over threads when there is a single row, and then a row's bits
-    # would depend on how many rows there are.
-    mean_square = square.mean(dim=-1).reshape(len(square), -1).mean(dim=1)
-    return SampledStep(next_sample, mean, log_prob_offset - log_prob_weight * mean_square)
+    return SampledStep(next_sample, mean, log_prob_offset - log_prob_weight * _mean_of_rows(square, rows_per_sum))
+
+
+def _mean_of_rows(values: torch.Tensor, rows_per_sum: int | None) -> torch.Tensor:
+    if rows_per_sum is not None:
+        filling = values.new_zeros((-len(values) % rows_per_sum, *values.shape[1:]))
+        chunks = torch.cat([values, filling]).split(rows_per_sum)
+        return torch.cat([_mean_of_rows(chunk, None) for chunk in chunks])[: len(values)]
+    # The last axis first: one long sum is split over threads when there is a single row, and then a row's bits would
+    # depend on how many rows there are.
+    return values.mean(dim=-1).reshape(len(values), -1).mean(dim=1)

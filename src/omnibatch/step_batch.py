@@ -123,7 +123,7 @@ class StepRequestState:
 
     def to_output(self) -> DiffusionOutput:
         """The finished request's result, on the CPU."""
-        latents = None if self.sampling.output_type == "image" else self.latents.cpu()
+        latents = self.latents.cpu()
         start, end = self.sde_window
         log_probs = torch.stack(self.trajectory_log_probs, dim=1).cpu() if self.trajectory_log_probs else None
         return DiffusionOutput(
@@ -190,18 +190,27 @@ class StepBatch:
 
     def __init__(self, states: Sequence[StepRequestState], rows_per_forward: int | None = None):
         self.states = list(states)
-        self.rows_per_forward = rows_per_forward
         self.device = self.states[0].latents.device
         self.row_counts = [state.num_outputs for state in self.states]
-        rows = [state for state in self.states for _ in range(state.num_outputs)]
-        guided = [index for index, state in enumerate(rows) if state.do_true_cfg]
-        self.num_rows = len(rows)
+        self._rows = [state for state in self.states for _ in range(state.num_outputs)]
+        guided = [index for index, state in enumerate(self._rows) if state.do_true_cfg]
+        self.num_rows = len(self._rows)
         self.guided_rows = torch.tensor(guided, dtype=torch.long, device=self.device)
-        self.guidance = torch.tensor([rows[index].guidance for index in guided], device=self.device)
-        self.forwards = list(self._forwards(rows, guided))
+        self.guidance = torch.tensor([self._rows[index].guidance for index in guided], device=self.device)
+        self.lay_out(rows_per_forward)
         self.latents = torch.empty(0)
         self.timesteps = torch.empty(0)
         self.coefficients = torch.empty(0)
+
+    def lay_out(self, rows_per_forward: int | None) -> None:
+        """Lay the rows out in transformer calls, anew when their size changes."""
+        self.rows_per_forward = rows_per_forward
+        self.forwards = list(self._forwards())
+
+    @property
+    def largest_forward(self) -> int:
+        """The most rows that a transformer call of this batch takes."""
+        return max(len(rows.source) for rows in self.forwards)
 
     def gather(self) -> None:
         """Collect what changes from step to step: latents ``(R, ...)``, timesteps ``(R,)``, coefficients ``(R, 5)``."""
@@ -249,13 +258,11 @@ class StepBatch:
     def _members(self) -> Iterator[tuple[StepRequestState, int]]:
         return zip(self.states, self.row_counts)
 
-    def _forwards(self, rows: list[StepRequestState], guided: list[int]) -> Iterator[ForwardRows]:
-        """Lay positive and negative branches out in transformer calls."""
-        entries = [(index, state.prompt_encoding) for index, state in enumerate(rows)]
-        for index in guided:
-            negative = rows[index].negative_encoding
-            assert negative is not None
-            entries.append((index, negative))
+    def _forwards(self) -> Iterator[ForwardRows]:
+        entries = [(index, state.prompt_encoding) for index, state in enumerate(self._rows)]
+        for index, state in enumerate(self._rows):
+            if state.negative_encoding is not None:
+                entries.append((index, state.negative_encoding))
         longest = max(len(encoding.prompt_embeds) for _, encoding in entries)
         by_length: dict[int, list[int]] = {}
         for target, (_, encoding) in enumerate(entries):
@@ -269,11 +276,10 @@ class StepBatch:
         for length, targets in by_length.items():
             size = self.rows_per_forward or len(targets)
             for start in range(0, len(targets), size):
-                yield self._forward(rows, entries, targets[start : start + size], length, size)
+                yield self._forward(entries, targets[start : start + size], length, size)
 
     def _forward(
         self,
-        rows: list[StepRequestState],
         entries: list[tuple[int, PromptEncoding]],
         targets: list[int],
         length: int,
@@ -295,7 +301,7 @@ class StepBatch:
             prompt_embeds=torch.stack([pad_rows(encoding.prompt_embeds, length) for encoding in encodings]),
             prompt_embeds_mask=torch.stack(masks).to(self.device) if masks else None,
             pooled_prompt_embeds=torch.stack(pooled) if pooled else None,
-            lora=[rows[index].lora for index, _ in chosen],
+            lora=[self._rows[index].lora for index, _ in chosen],
         )
 
 

@@ -137,7 +137,11 @@ class RolloutAdapter(ABC):
         state.sigmas, state.timesteps = self._noise_schedule(sampling, height, width)
 
         arguments = sde_arguments(
-            sampling.extra_args, len(state.timesteps), seed=state.seeds[0], group_seed=prompt_digest(request)
+            sampling.extra_args,
+            len(state.timesteps),
+            algorithm=self.algorithm,
+            seed=state.seeds[0],
+            group_seed=prompt_digest(request),
         )
         state.sde_window, state.logprobs = arguments.window, arguments.logprobs
         state.noisy = arguments.noise_level > 0
@@ -184,7 +188,13 @@ class RolloutAdapter(ABC):
 
     def step_scheduler(self, input_batch: StepBatch, noise_pred: torch.Tensor) -> None:
         """Take one reverse step for every row and hand the rows back to their requests."""
-        step = sample_step(input_batch.latents, noise_pred, input_batch.coefficients, noise=input_batch.draw_noise())
+        step = sample_step(
+            input_batch.latents,
+            noise_pred,
+            input_batch.coefficients,
+            noise=input_batch.draw_noise(),
+            rows_per_sum=input_batch.rows_per_forward,
+        )
         input_batch.scatter(step.next_sample, step.log_prob)
 
     def post_decode(self, states: Sequence[StepRequestState], decode_rows: int = 1) -> None:
