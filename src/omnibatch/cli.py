@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -13,7 +14,9 @@ import omnibatch
 from omnibatch import tiny
 from omnibatch.config import ExecutionMode, RolloutConfig
 from omnibatch.dispatch import choose_mode, require_mode
-from omnibatch.prompt_files import make_requests, read_prompts
+from omnibatch.memory import activation_bytes_per_row, available_bytes
+from omnibatch.prompt_files import Prompt, make_requests, read_prompts
+from omnibatch.recipes import Recipe, find_recipe
 from omnibatch.request import OmniDiffusionRequest, OmniDiffusionSamplingParams
 from omnibatch.sde import SDE_TYPES
 from omnibatch.step_batch import StepRequestState
@@ -24,7 +27,7 @@ SDE_WINDOW_RANGE = (0, 5)
 POSITIVE = click.IntRange(min=1)
 
 MODEL_OPTIONS = [
-    click.option("--model", required=True, help="An embedded model, a diffusers folder or a hub id."),
+    click.option("--model", help="An embedded model, a diffusers folder or a hub id.  [default: the recipe's]"),
     click.option("--algorithm", default="flow_grpo", show_default=True, help="What reads the rollouts."),
     click.option("--device", help="Such as cuda:0.  [default: a GPU if there is one]"),
     click.option(
@@ -35,17 +38,16 @@ MODEL_OPTIONS = [
 ]
 
 SAMPLING_OPTIONS = [
-    click.option("--steps", type=POSITIVE, default=10, show_default=True, help="Denoising steps."),
+    click.option("--recipe", help="Take the defaults from qwen_image_flow_grpo or sd35_flow_grpo."),
+    click.option("--steps", type=POSITIVE, help="Denoising steps.  [default: 10]"),
     click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the first image."),
     click.option("--height", type=int, help="Pixels.  [default: the model's]"),
     click.option("--width", type=int, help="Pixels.  [default: the model's]"),
-    click.option("--guidance-scale", type=float, default=1.0, show_default=True, help="1 turns guidance off."),
+    click.option("--guidance-scale", type=float, help="1 turns guidance off.  [default: 1]"),
     click.option("--negative-prompt", help="Qwen-Image is guided only with one."),
     click.option("--noise-level", type=float, help="Of the SDE steps; 0 is the ODE.  [default: the algorithm's]"),
     click.option("--sde-type", type=click.Choice(SDE_TYPES), help="Sampler.  [default: the algorithm's]"),
-    click.option(
-        "--sde-window-size", type=POSITIVE, default=2, show_default=True, help="SDE steps, among the first five."
-    ),
+    click.option("--sde-window-size", type=POSITIVE, help="SDE steps, among the first five.  [default: 2]"),
     click.option("--max-sequence-length", type=POSITIVE, help="Longest prompt in tokens.  [default: the model's]"),
 ]
 
@@ -75,7 +77,7 @@ def app() -> None:
 @app.command()
 @click.option("--prompts", required=True, metavar="FILE|-", help=".txt, .jsonl, .parquet, or - for standard input.")
 @click.option("--out", required=True, metavar="DIR", help="Folder to write to.")
-@click.option("--images-per-prompt", type=POSITIVE, default=16, show_default=True, help="One request each.")
+@click.option("--images-per-prompt", type=POSITIVE, help="One request each.  [default: 16]")
 @click.option(
     "--mode",
     type=click.Choice(["auto", *(mode.value for mode in ExecutionMode)]),
@@ -83,43 +85,48 @@ def app() -> None:
     show_default=True,
     help="How to pack.",
 )
-@click.option("--max-num-seqs", type=POSITIVE, default=32, show_default=True, help="Requests in flight, or in a wave.")
+@click.option("--max-num-seqs", type=POSITIVE, help="Requests in flight, or in a wave.  [default: 32]")
 @options(MODEL_OPTIONS, SAMPLING_OPTIONS, PACKING_OPTIONS)
 def rollout(
     prompts: str,
     out: str,
-    images_per_prompt: int,
+    images_per_prompt: int | None,
     mode: str,
-    max_num_seqs: int,
+    max_num_seqs: int | None,
     rows_per_forward: int | None,
     quiet: bool,
-    model: str,
     algorithm: str,
     device: str | None,
     dtype: str | None,
     seed: int,
-    negative_prompt: str | None,
-    **sampling: Any,
+    **workload: Any,
 ) -> None:
     """Make images with their trajectories and log-probs, and write them to a folder."""
     from omnibatch.rollout_files import writable_folder, write_rollouts
 
+    model, sampling_params, negative_prompt, recipe = _workload(**workload)
     requests = make_requests(
         read_prompts(prompts),
-        _sampling_params(**sampling),
-        images_per_prompt=images_per_prompt,
+        sampling_params,
+        images_per_prompt=images_per_prompt or (recipe.images_per_prompt if recipe else 16),
         seed=seed,
         negative_prompt=negative_prompt,
     )
     folder = writable_folder(out)
     adapter = _load(model, algorithm, device, dtype)
     _prepare_first(adapter, requests)
-    if mode == "auto":
-        execution_mode, reason = choose_mode(adapter)
-    else:
+    if mode != "auto":
         execution_mode, reason = ExecutionMode(mode), "asked for"
         require_mode(adapter, execution_mode)
-    config = RolloutConfig.for_mode(execution_mode, max_num_seqs, rows_per_forward=rows_per_forward)
+    elif recipe is not None:
+        execution_mode, reason = recipe.config.mode, f"as in {recipe.name}"
+    else:
+        execution_mode, reason = choose_mode(adapter)
+    config = RolloutConfig.for_mode(
+        execution_mode,
+        max_num_seqs or (recipe.config.max_num_seqs if recipe else 32),
+        rows_per_forward=rows_per_forward or (recipe.config.rows_per_forward if recipe else None),
+    )
     click.echo(f"{len(requests)} images in mode {execution_mode.value} ({reason})")
     outputs = omnibatch.RolloutEngine(adapter, config).generate(requests, return_errors=True, progress=not quiet)
     write_rollouts(folder, requests, outputs, algorithm)
@@ -145,22 +152,18 @@ def compare(
     repeats: int,
     rows_per_forward: int | None,
     quiet: bool,
-    model: str,
     algorithm: str,
     device: str | None,
     dtype: str | None,
     seed: int,
-    negative_prompt: str | None,
-    **sampling: Any,
+    **workload: Any,
 ) -> None:
     """Run the same requests in every supported mode and print how they compare."""
     from omnibatch.bench.compare import compare as compare_modes
     from omnibatch.rollout_files import writable_folder, write_rollouts
 
-    if prompts is None and model not in tiny.MODEL_NAMES:
-        raise ValueError(f"prompts: model {model!r} brings none of its own, give a file")
-    prompt_list = list(tiny.EXAMPLE_PROMPTS) if prompts is None else read_prompts(prompts)
-    sampling_params = _sampling_params(**sampling)
+    model, sampling_params, negative_prompt, _ = _workload(**workload)
+    prompt_list = _prompts(prompts, model)
 
     def requests() -> list[OmniDiffusionRequest]:
         return make_requests(
@@ -193,29 +196,93 @@ def compare(
         click.echo(f"pictures: {folder / 'contact_sheet.png'}")
 
 
-def _sampling_params(
-    *,
-    steps: int,
-    guidance_scale: float,
-    noise_level: float | None,
-    sde_type: str | None,
-    sde_window_size: int,
-    **size: Any,
-) -> OmniDiffusionSamplingParams:
+@app.command()
+@click.option("--prompts", metavar="FILE|-", help="A sample of yours.  [default: an embedded model's examples]")
+@click.option("--images-per-prompt", type=POSITIVE, default=4, show_default=True, help="One request each.")
+@click.option("--repeats", type=POSITIVE, default=3, show_default=True, help="Rounds, after one that does not count.")
+@click.option("--cache", metavar="FILE", type=click.Path(dir_okay=False), help="JSON file to look in and to add to.")
+@click.option("--quiet", is_flag=True, help="No progress bar.")
+@options(MODEL_OPTIONS, SAMPLING_OPTIONS)
+def tune(
+    prompts: str | None,
+    images_per_prompt: int,
+    repeats: int,
+    cache: str | None,
+    quiet: bool,
+    algorithm: str,
+    device: str | None,
+    dtype: str | None,
+    seed: int,
+    **workload: Any,
+) -> None:
+    """Measure modes and capacities on a sample of requests and print which to take."""
+    from omnibatch.measure import measure
+
+    model, sampling_params, negative_prompt, _ = _workload(**workload)
+    requests = make_requests(
+        _prompts(prompts, model),
+        sampling_params,
+        images_per_prompt=images_per_prompt,
+        seed=seed,
+        negative_prompt=negative_prompt,
+    )
+    adapter = _load(model, algorithm, device, dtype)
+    state = _prepare_first(adapter, requests)
+    result = measure(adapter, requests, repeats=repeats, cache=cache, progress=not quiet)
+    click.echo(result.table().to_string(index=False))
+    text_length = len(state.prompt_encoding.prompt_embeds)
+    per_row = activation_bytes_per_row(adapter, *state.image_size, text_length)
+    available = available_bytes(adapter.device)
+    click.echo(f"activations: about {per_row / 2**20:.2f} MiB a row; {available / 2**30:.1f} GiB available")
+    config = result.config
+    click.echo(f"take {config.mode.value}: {result.reason}")
+    click.echo(
+        f"step_execution={str(config.step_execution).lower()} max_num_seqs={config.max_num_seqs} "
+        f"rows_per_forward={'null' if config.rows_per_forward is None else config.rows_per_forward}"
+    )
+
+
+def _prompts(prompts: str | None, model: str) -> Sequence[Prompt]:
+    if prompts is not None:
+        return read_prompts(prompts)
+    if model not in tiny.MODEL_NAMES:
+        raise ValueError(f"prompts: model {model!r} brings none of its own, give a file")
+    return list(tiny.EXAMPLE_PROMPTS)
+
+
+def _workload(
+    model: str | None, recipe: str | None, negative_prompt: str | None, steps: int | None, **given: Any
+) -> tuple[str, OmniDiffusionSamplingParams, str | None, Recipe | None]:
+    """Model, sampling and negative prompt: what was given, else the recipe's, else the defaults."""
+    found = None if recipe is None else find_recipe(recipe)
+    if found is not None and model in tiny.MODEL_NAMES:
+        found = found.scaled()
+    if model is None:
+        if found is None:
+            raise ValueError("model: give --model, or a --recipe that names one")
+        model = found.model
     low, high = SDE_WINDOW_RANGE
-    sampling_params = OmniDiffusionSamplingParams(
+    steps = steps or (found.num_inference_steps if found else 10)
+    extra_args = {"sde_window_size": 2, "sde_window_range": (low, min(high, steps))}
+    extra_args |= found.extra_args if found else {}
+    for name in ("noise_level", "sde_type", "sde_window_size"):
+        value = given.pop(name)
+        if value is not None:
+            extra_args[name] = value
+    guidance_scale = given.pop("guidance_scale")
+    if guidance_scale is not None:
+        given |= {"guidance_scale": guidance_scale, "true_cfg_scale": guidance_scale}
+    defaults = (
+        OmniDiffusionSamplingParams(guidance_scale=1.0, true_cfg_scale=1.0) if found is None else found.sampling_params
+    )
+    sampling_params = replace(
+        defaults,
         num_inference_steps=steps,
-        guidance_scale=guidance_scale,
-        true_cfg_scale=guidance_scale,
-        extra_args={
-            "sde_window_size": sde_window_size,
-            "sde_window_range": (low, min(high, steps)),
-        }
-        | {name: value for name, value in (("noise_level", noise_level), ("sde_type", sde_type)) if value is not None},
-        **size,
+        extra_args=extra_args,
+        **{name: value for name, value in given.items() if value is not None},
     )
     sampling_params.validate()
-    return sampling_params
+    return model, sampling_params, negative_prompt or (found.negative_prompt if found else None), found
 
 
 def _load(model: str, algorithm: str, device: str | None, dtype: str | None) -> omnibatch.RolloutAdapter:
@@ -226,10 +293,12 @@ def _load(model: str, algorithm: str, device: str | None, dtype: str | None) -> 
     return omnibatch.load(model, algorithm, device, None if dtype is None else getattr(torch, dtype))
 
 
-def _prepare_first(adapter: omnibatch.RolloutAdapter, requests: Sequence[OmniDiffusionRequest]) -> None:
+def _prepare_first(adapter: omnibatch.RolloutAdapter, requests: Sequence[OmniDiffusionRequest]) -> StepRequestState:
     """Prepare one request, so that what is wrong with all of them is said before anything runs."""
+    state = StepRequestState(requests[0])
     with torch.no_grad():
-        adapter.prepare_encode(StepRequestState(requests[0]))
+        adapter.prepare_encode(state)
+    return state
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,11 +1,15 @@
-"""How an engine packs rollouts."""
+"""How an engine packs rollouts: the knobs, and the ways people set them."""
 
 from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
+
+from omnibatch.config_sources import read_environment, read_overrides, read_yaml
 
 
 class ExecutionMode(Enum):
@@ -74,6 +78,63 @@ class RolloutConfig:
             max_num_seqs=1 if mode is ExecutionMode.SERIAL else max_num_seqs,
             rows_per_forward=rows_per_forward,
         )
+
+    @classmethod
+    def from_overrides(cls, overrides: Sequence[str]) -> RolloutConfig:
+        """Read Hydra overrides, as they are typed for verl-omni.
+
+        A knob goes by ``actor_rollout_ref.rollout.<knob>``, by
+        ``actor_rollout_ref.rollout.engine_kwargs.vllm_omni.<knob>``, or by its name alone, each with ``+`` or ``++`` in
+        front if that is how it is typed.
+
+        Raises:
+            ValueError: naming the key that is unknown, has a value of a wrong type, or is given twice with different
+                values.
+
+        Example:
+            >>> RolloutConfig.from_overrides([
+            ...     "actor_rollout_ref.rollout.step_execution=true",
+            ...     "++actor_rollout_ref.rollout.engine_kwargs.vllm_omni.max_num_seqs=256",
+            ... ])
+            RolloutConfig(step_execution=True, max_num_seqs=256, request_batch_max_wait_ms=0, \
+rows_per_forward=None, decode_rows=None)
+        """
+        return cls(**read_overrides(overrides))
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> RolloutConfig:
+        """Read a YAML file that holds the knobs by name, or nested as in verl-omni's configuration.
+
+        Raises:
+            ValueError: naming the file, or the key that is unknown or has a value of a wrong type.
+        """
+        return cls(**read_yaml(path))
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> RolloutConfig:
+        """Read ``MAX_NUM_SEQS`` and ``REQUEST_BATCH_MAX_WAIT_MS``, such as from ``os.environ``.
+
+        Raises:
+            ValueError: naming the variable whose value is no number.
+        """
+        return cls(**read_environment(environ))
+
+    @classmethod
+    def load(
+        cls,
+        *,
+        yaml: str | Path | None = None,
+        environ: Mapping[str, str] | None = None,
+        overrides: Sequence[str] = (),
+    ) -> RolloutConfig:
+        """Put the sources together: overrides win over the environment, which wins over YAML, which wins over defaults.
+
+        Raises:
+            ValueError: as each source does, or when the values together contradict each other.
+        """
+        knobs = {} if yaml is None else read_yaml(yaml)
+        knobs |= {} if environ is None else read_environment(environ)
+        return cls(**(knobs | read_overrides(overrides)))
 
 
 def _require_count(name: str, value: object) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from omnibatch.adapters.base import RolloutAdapter
 from omnibatch.config import RolloutConfig
+from omnibatch.memory import activation_bytes_per_row, available_bytes
 from omnibatch.request import DiffusionOutput, OmniDiffusionRequest
 from omnibatch.step_batch import StepBatch, StepRequestState
 from omnibatch.timeline import Timeline, TimelineStep
@@ -33,6 +35,7 @@ class LifecycleRunner:
         self.decode_rows = config.decode_rows or (1 if config.rows_per_forward else DEFAULT_DECODE_ROWS)
         self._batches: dict[Hashable, StepBatch] = {}
         self._told_of_memory = False
+        self._largest_checked = 0
         self._ticks = 0
         self._first_step_at: float | None = None
 
@@ -109,6 +112,7 @@ class LifecycleRunner:
             batch = kept.get(key)
             if batch is None or batch.states != group:
                 batch = StepBatch(group, self.rows_per_forward)
+                self._warn_if_too_large(batch)
             self._batches[key] = batch
         return list(self._batches.values())
 
@@ -157,6 +161,22 @@ class LifecycleRunner:
             TimelineStep(self._ticks, state.request_id, step, state.num_outputs, batch.num_rows, since, elapsed)
             for state, step in zip(batch.states, steps)
         ]
+
+    def _warn_if_too_large(self, batch: StepBatch) -> None:
+        """Say so before a call that the estimate says will not fit, once for each new largest call."""
+        if batch.largest_forward <= self._largest_checked or not isinstance(self.adapter, RolloutAdapter):
+            return
+        self._largest_checked = batch.largest_forward
+        text_length = max(rows.prompt_embeds.shape[1] for rows in batch.forwards)
+        per_row = activation_bytes_per_row(self.adapter, *batch.states[0].image_size, text_length)
+        needed, available = per_row * batch.largest_forward, available_bytes(self.adapter.device)
+        if needed > available:
+            warnings.warn(
+                f"a transformer call with {batch.largest_forward} rows needs about {needed / 2**30:.1f} GiB of "
+                f"activations and {available / 2**30:.1f} GiB are available: set rows_per_forward to at most "
+                f"{max(available // per_row, 1)}",
+                stacklevel=2,
+            )
 
     def _tell_of_memory(self, knob: str, value: int) -> None:
         if torch.cuda.is_available():

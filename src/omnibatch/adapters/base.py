@@ -31,6 +31,14 @@ if TYPE_CHECKING:
 class RolloutAdapter(ABC):
     """One model, served in every mode. It keeps no request's state and knows no scheduler.
 
+    What each lifecycle method may touch:
+
+    * ``prepare_encode(state)`` fills the state's fields; it is the only one that reads the request.
+    * ``denoise_step(input_batch)`` reads a gathered batch and writes nothing: it is repeated when memory runs out.
+    * ``step_scheduler(input_batch, noise_pred)`` draws from the rows' generators and scatters the new latents, which
+      moves each state one step on.
+    * ``post_decode(states, decode_rows)`` sets ``images`` of states that are done.
+
     Args:
         pipeline: the diffusers pipeline whose modules do the work; they are shared, not copied.
         algorithm: the training algorithm that reads the rollouts.

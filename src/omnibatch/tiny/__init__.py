@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-MODEL_NAMES: tuple[str, ...] = ("tiny-qwen-image", "tiny-sd35")
+PIPELINE_CLASSES = {"tiny-qwen-image": "QwenImagePipeline", "tiny-sd35": "StableDiffusion3Pipeline"}
+MODEL_NAMES: tuple[str, ...] = tuple(PIPELINE_CLASSES)
 
 # Height and width, in pixels, of the pictures that the embedded models were trained on.
 IMAGE_SIZE = 64
