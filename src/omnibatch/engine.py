@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
@@ -120,7 +120,7 @@ class RolloutEngine:
 
     def stream(
         self,
-        requests: Sequence[OmniDiffusionRequest],
+        requests: Iterable[OmniDiffusionRequest],
         *,
         progress: bool = False,
         on_step: Callable[[Progress], None] | None = None,
@@ -139,7 +139,7 @@ class RolloutEngine:
 
     def generate(
         self,
-        requests: Sequence[OmniDiffusionRequest],
+        requests: Iterable[OmniDiffusionRequest],
         *,
         return_errors: bool = False,
         progress: bool = False,
@@ -176,9 +176,10 @@ class RolloutEngine:
         return 0.0 if self._running else self.scheduler.wait_seconds()
 
     def _run(
-        self, requests: Sequence[OmniDiffusionRequest], progress: bool, on_step: Callable[[Progress], None] | None
+        self, requests: Iterable[OmniDiffusionRequest], progress: bool, on_step: Callable[[Progress], None] | None
     ) -> Iterator[tuple[int, DiffusionOutput]]:
         """Run requests and give each output with its request's place in the list."""
+        requests = list(requests)
         place_of: dict[str, int] = {}
         refused = []
         for place, request in enumerate(requests):

@@ -177,6 +177,8 @@ class DiffusionOutput:
         prompt_embeds: ``(n, L, D)`` in the model's dtype, with ``prompt_embeds_mask`` bool ``(n, L)`` or ``None``
             for models without a text mask, and ``pooled_prompt_embeds`` ``(n, P)`` or ``None``; likewise
             ``negative_…``, ``None`` without guidance.
+        sampling_params: as the request asked for it.
+        guidance: scale of the guidance; 1 without.
         seeds: the seed of each output's generator.
         num_steps: denoising steps run.
         rows_per_forward: the most rows that a transformer call with this request's rows took.
@@ -201,6 +203,8 @@ class DiffusionOutput:
     negative_prompt_embeds: torch.Tensor | None = None
     negative_prompt_embeds_mask: torch.Tensor | None = None
     negative_pooled_prompt_embeds: torch.Tensor | None = None
+    sampling_params: OmniDiffusionSamplingParams | None = None
+    guidance: float = 1.0
     seeds: list[int] = field(default_factory=list)
     num_steps: int = 0
     rows_per_forward: int = 0

@@ -12,9 +12,8 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from safetensors.torch import save_file
 
-from omnibatch.algorithms import training_fields
+from omnibatch.replay import stack_outputs
 from omnibatch.request import DiffusionOutput, OmniDiffusionRequest
-from omnibatch.step_batch import pad_rows
 
 THUMBNAIL = 128
 MARGIN = 6
@@ -65,7 +64,7 @@ def write_rollouts(
         lines.append(json.dumps(_manifest_entry(request, output, rows, _write_images(folder, output))))
     (folder / "manifest.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     if finished:
-        save_file(_stacked(finished, algorithm), folder / "rollouts.safetensors")
+        save_file(stack_outputs(finished, algorithm), folder / "rollouts.safetensors")
         contact_sheet(requests, outputs).save(folder / "contact_sheet.png")
 
 
@@ -128,22 +127,3 @@ def _manifest_entry(
         "stage_times": {stage: round(seconds, 6) for stage, seconds in output.stage_times.items()},
         "error": None if output.error is None else f"{type(output.error).__name__}: {output.error}",
     }
-
-
-def _stacked(outputs: Sequence[DiffusionOutput], algorithm: str) -> dict[str, torch.Tensor]:
-    """The rows of all outputs in one tensor a field; a field that some outputs lack is left out."""
-    per_output = []
-    for output in outputs:
-        count = len(output.seeds)
-        extras = {
-            "sigmas": None if output.sigmas is None else output.sigmas.expand(count, -1),
-            "sde_windows": torch.tensor([output.sde_window] * count),
-        }
-        per_output.append(training_fields(output, algorithm) | extras)
-    stacked = {}
-    for name in per_output[0]:
-        tensors = [tensor for fields in per_output if (tensor := fields.get(name)) is not None]
-        if len(tensors) == len(outputs):
-            longest = max(tensor.shape[1] if tensor.dim() > 1 else 0 for tensor in tensors)
-            stacked[name] = torch.stack([pad_rows(row, longest) for tensor in tensors for row in tensor])
-    return stacked

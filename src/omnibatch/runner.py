@@ -81,7 +81,8 @@ class LifecycleRunner:
         """
         groups: dict[Hashable, list[StepRequestState]] = {}
         for state in states:
-            broken = [str(seed) for seed, row in zip(state.seeds, state.latents) if not torch.isfinite(row).all()]
+            finite = torch.isfinite(state.latents).flatten(1).all(dim=1).tolist()
+            broken = [str(seed) for seed, is_finite in zip(state.seeds, finite) if not is_finite]
             if broken:
                 yield state, FloatingPointError(f"the latents with seed {', '.join(broken)} are not finite")
             else:

@@ -138,6 +138,8 @@ class StepRequestState:
             sde_window=self.sde_window,
             **self._per_output(self.prompt_encoding),
             **self._per_output(self.negative_encoding, "negative_"),
+            sampling_params=self.sampling,
+            guidance=self.guidance if self.do_true_cfg else 1.0,
             seeds=self.seeds,
             num_steps=self.step_index,
             rows_per_forward=self.rows_per_forward,
@@ -250,7 +252,7 @@ class StepBatch:
         for draws, (state, count) in zip(drawing, self._members()):
             shape = state.latents.shape[1:]
             if draws:
-                rows += [torch.randn(shape, generator=generator) for generator in state.generators]
+                rows += [torch.randn(shape, generator=g, device=g.device).cpu() for g in state.generators]
             else:
                 rows += [torch.zeros(shape)] * count
         return torch.stack(rows).to(self.device, non_blocking=True)

@@ -128,7 +128,7 @@ class RolloutAdapter(ABC):
 
     def shape_key(self, request: OmniDiffusionRequest) -> Hashable:
         """What must be equal for two requests to share a forward, known before anything is encoded."""
-        return self._image_size(request.sampling_params)
+        return self.image_size(request.sampling_params)
 
     def prepare_encode(self, state: StepRequestState) -> None:
         """Turn a request into a state ready for its first step: encoded prompts, noise, schedule.
@@ -292,12 +292,13 @@ class RolloutAdapter(ABC):
         """Pixels that height and width must be multiples of: the VAE's reduction times the patch size."""
         return self.pipeline.vae_scale_factor * 2
 
-    def _image_size(self, sampling: OmniDiffusionSamplingParams) -> tuple[int, int]:
+    def image_size(self, sampling: OmniDiffusionSamplingParams) -> tuple[int, int]:
+        """Height and width in pixels: the request's, or the pipeline's defaults."""
         default = self.pipeline.default_sample_size * self.pipeline.vae_scale_factor
         return sampling.height or default, sampling.width or default
 
     def _validated_size(self, sampling: OmniDiffusionSamplingParams) -> tuple[int, int]:
-        height, width = self._image_size(sampling)
+        height, width = self.image_size(sampling)
         for name, value in (("height", height), ("width", width)):
             if value % self.size_multiple:
                 raise ValueError(f"{name} must be a multiple of {self.size_multiple}, got {value}")

@@ -1,0 +1,220 @@
+"""The trainer's side: recompute the log-probs of a rollout's stored steps through the same transformer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from omnibatch.adapters.base import RolloutAdapter
+from omnibatch.algorithms import sde_arguments, training_fields
+from omnibatch.lora import requested_lora
+from omnibatch.request import DiffusionOutput, OmniDiffusionRequest
+from omnibatch.sde import SampledStep, sample_step, schedule_coefficients
+from omnibatch.step_batch import PromptEncoding, StepBatch, StepRequestState, pad_rows
+
+
+def replay_log_probs(
+    adapter: RolloutAdapter,
+    outputs: Sequence[DiffusionOutput],
+    *,
+    micro_batch_size: int | None = None,
+    requires_grad: bool = False,
+) -> list[torch.Tensor]:
+    """Recompute log-probs of stored steps.
+
+    All steps of all outputs are folded into the batch. With the rollout's weights and ``micro_batch_size`` equal to its
+    ``rows_per_forward`` the result equals the rollout's log-probs to the bit, so the first ratio of a policy update
+    is exactly 1.
+
+    Args:
+        adapter: over the trainer's transformer, in training mode or not.
+        outputs: finished, of an algorithm with an SDE window.
+        micro_batch_size: rows of a transformer call, exactly; ``None`` takes all rows in one call.
+        requires_grad: whether the result can be differentiated. The graph of all calls is then held, so a trainer
+            passes as many outputs at a time as its memory takes.
+
+    Returns:
+        One float32 ``(n, W)`` per output, in order, on the adapter's device.
+
+    Raises:
+        ValueError: naming an output that has no log-probs to recompute.
+    """
+    steps = _replay(adapter, outputs, micro_batch_size, requires_grad)
+    return [torch.stack([step.log_prob for step in window], dim=1) for window in steps]
+
+
+@dataclass(frozen=True)
+class ReplayReport:
+    """How a replay differs from its rollout.
+
+    Attributes:
+        mean_log_ratio: mean of |replayed - rollout's log-prob| over all steps.
+        largest_log_ratio: its maximum.
+        largest_mean_difference: the largest difference of any element of the predicted mean from the rollout's, which
+            is read off the stored next latents and the seed's noise. A next latent is drawn around the predicted mean,
+            so a wrong velocity can give the right log-prob, but not the right mean. ``None`` for requests that brought
+            their own generators or latents, whose noise cannot be drawn again.
+        is_exact: whether all log-probs are equal to the bit.
+    """
+
+    mean_log_ratio: float
+    largest_log_ratio: float
+    largest_mean_difference: float | None
+    is_exact: bool
+
+
+def compare_replay(
+    adapter: RolloutAdapter, outputs: Sequence[DiffusionOutput], *, micro_batch_size: int | None = None
+) -> ReplayReport:
+    """Replay outputs and report how log-probs and predicted means differ from the rollout's.
+
+    Raises:
+        ValueError: naming an output that has no log-probs to recompute.
+    """
+    windows = _replay(adapter, outputs, micro_batch_size, requires_grad=False)
+    ratios, mean_differences, exact = [], [], True
+    for output, window in zip(outputs, windows):
+        replayed = torch.stack([step.log_prob for step in window], dim=1).cpu()
+        stored = output.trajectory_log_probs
+        assert stored is not None
+        ratios.append((replayed - stored).abs().flatten())
+        exact &= torch.equal(replayed, stored)
+        means = _rollout_means(adapter, output)
+        if means is not None:
+            mean_differences += [(step.mean.cpu() - mean).abs().max() for step, mean in zip(window, means)]
+    ratio = torch.cat(ratios)
+    known = len(mean_differences) == sum(len(window) for window in windows)
+    return ReplayReport(
+        mean_log_ratio=float(ratio.mean()),
+        largest_log_ratio=float(ratio.max()),
+        largest_mean_difference=float(torch.stack(mean_differences).max()) if known else None,
+        is_exact=exact,
+    )
+
+
+def stack_outputs(outputs: Sequence[DiffusionOutput], algorithm: str = "flow_grpo") -> dict[str, torch.Tensor]:
+    """The rows of many outputs in one tensor a field, as a trainer takes its micro-batches from.
+
+    Args:
+        outputs: finished, in any number.
+        algorithm: whose fields are stacked, under its own names.
+
+    Returns:
+        The tensors of :func:`omnibatch.algorithms.training_fields`, ``(rows, ...)``, text padded with zeros and masks
+        with false to the longest; ``sigmas`` ``(rows, T + 1)`` and ``sde_windows`` ``(rows, 2)`` beside them. A field
+        that some outputs lack is left out.
+    """
+    per_output = []
+    for output in outputs:
+        count = len(output.seeds)
+        schedule = {
+            "sigmas": None if output.sigmas is None else output.sigmas.expand(count, -1),
+            "sde_windows": torch.tensor([output.sde_window] * count),
+        }
+        per_output.append(training_fields(output, algorithm) | schedule)
+    stacked = {}
+    for name in per_output[0] if per_output else ():
+        tensors = [tensor for fields in per_output if (tensor := fields.get(name)) is not None]
+        if len(tensors) == len(outputs):
+            longest = max(tensor.shape[1] if tensor.dim() > 1 else 0 for tensor in tensors)
+            stacked[name] = torch.stack([pad_rows(row, longest) for tensor in tensors for row in tensor])
+    return stacked
+
+
+def _replay(
+    adapter: RolloutAdapter, outputs: Sequence[DiffusionOutput], micro_batch_size: int | None, requires_grad: bool
+) -> list[list[SampledStep]]:
+    """Each output's window, a step after the other."""
+    results: list[list[SampledStep]] = [[] for _ in outputs]
+    by_shape: dict[Any, list[tuple[int, int, StepRequestState]]] = {}
+    for index, output in enumerate(outputs):
+        for step, state in enumerate(_window_states(adapter, output)):
+            by_shape.setdefault(state.shape_key, []).append((index, step, state))
+    for members in by_shape.values():
+        batch = StepBatch([state for _, _, state in members], micro_batch_size)
+        batch.gather()
+        after = [outputs[index].trajectory_latents[:, step + 1] for index, step, _ in members]  # type: ignore[index]
+        with torch.set_grad_enabled(requires_grad):
+            taken = sample_step(
+                batch.latents,
+                adapter.denoise_step(batch),
+                batch.coefficients,
+                next_sample=torch.cat(after).to(adapter.device),
+                rows_per_sum=micro_batch_size,
+            )
+        rows = zip(*(tensor.split(batch.row_counts) for tensor in taken))
+        for (index, _, _), parts in zip(members, rows):
+            results[index].append(SampledStep(*parts))
+    return results
+
+
+def _window_states(adapter: RolloutAdapter, output: DiffusionOutput) -> list[StepRequestState]:
+    """The request as it stood before each step of its window."""
+    sampling = output.sampling_params
+    if sampling is None or output.trajectory_latents is None or output.trajectory_log_probs is None:
+        raise ValueError(f"output {output.request_id!r} has no log-probs to recompute")
+    assert output.sigmas is not None
+    assert output.sde_window is not None
+    assert output.timesteps is not None
+    start, end = output.sde_window
+    schedule = torch.cat([output.timesteps[:, None], _coefficients(adapter, output)], dim=1).to(adapter.device)
+    positive, negative = (_encoding(adapter, output, prefix) for prefix in ("", "negative_"))
+    assert positive is not None
+    states = []
+    for step in range(start, end):
+        state = StepRequestState(OmniDiffusionRequest("", sampling, output.request_id))
+        state.latents = output.trajectory_latents[:, step - start].to(adapter.device)
+        state.image_size = adapter.image_size(sampling)
+        state.sigmas, state.timesteps, state.schedule = output.sigmas, output.timesteps, schedule
+        state.prompt_encoding, state.negative_encoding, state.guidance = positive, negative, output.guidance
+        state.lora = requested_lora(adapter.transformer, sampling)
+        state.step_index = step
+        states.append(state)
+    return states
+
+
+def _coefficients(adapter: RolloutAdapter, output: DiffusionOutput) -> torch.Tensor:
+    assert output.sampling_params is not None
+    assert output.sigmas is not None
+    assert output.sde_window is not None
+    sigmas = tuple(output.sigmas.tolist())
+    arguments = sde_arguments(output.sampling_params.extra_args, len(sigmas) - 1, algorithm=adapter.algorithm)
+    return schedule_coefficients(
+        sigmas, output.sde_window, noise_level=arguments.noise_level, sde_type=arguments.sde_type
+    )
+
+
+def _encoding(adapter: RolloutAdapter, output: DiffusionOutput, prefix: str) -> PromptEncoding | None:
+    embeds = getattr(output, f"{prefix}prompt_embeds")
+    if embeds is None:
+        return None
+    mask = getattr(output, f"{prefix}prompt_embeds_mask")
+    pooled = getattr(output, f"{prefix}pooled_prompt_embeds")
+    return PromptEncoding(
+        embeds[0].to(adapter.device, adapter.dtype),
+        None if mask is None else mask[0],
+        None if pooled is None else pooled[0].to(adapter.device, adapter.dtype),
+    )
+
+
+def _rollout_means(adapter: RolloutAdapter, output: DiffusionOutput) -> list[torch.Tensor] | None:
+    """The rollout's predicted means: its next latents less the noise that the seeds draw again."""
+    sampling = output.sampling_params
+    assert sampling is not None
+    assert output.trajectory_latents is not None
+    assert output.sde_window is not None
+    if sampling.generator is not None or sampling.latents is not None:
+        return None
+    generators = [torch.Generator().manual_seed(seed) for seed in output.seeds]
+    for generator in generators:
+        adapter.draw_latents(*adapter.image_size(sampling), generator)
+    start, end = output.sde_window
+    means = []
+    for index, scale in enumerate(_coefficients(adapter, output)[start:end, 2].tolist()):
+        after = output.trajectory_latents[:, index + 1]
+        noise = torch.stack([torch.randn(after.shape[1:], generator=generator) for generator in generators])
+        means.append(after - scale * noise)
+    return means
