@@ -45,6 +45,49 @@ def test_a_window_may_be_shared_by_a_group_or_by_all():
     assert windows("all", sde_window_seed=1) != windows("all", sde_window_seed=2)
 
 
+MIX = {"sde_window_size": 2, "sde_window_range": [0, 6]}
+
+
+def mix_window(step, seed=0, **extra_args):
+    arguments = {"global_steps": step} | MIX | extra_args
+    return sde_arguments(arguments, 10, algorithm="mix_grpo", seed=seed, group_seed=seed).window
+
+
+def test_mix_grpo_draws_one_window_a_training_step_for_all_ranks():
+    windows = [mix_window(step, sde_window_seed=7) for step in range(40)]
+    assert windows == [mix_window(step, seed=99, sde_window_seed=7) for step in range(40)]
+    assert set(windows) == {(start, start + 2) for start in range(5)}
+    assert mix_window(3, sde_window_seed=7) == mix_window(10, sde_window_seed=0)
+
+
+def test_mix_grpo_may_move_its_window_progressively():
+    moving = {"sde_window_strategy": "progressive", "iters_per_group": 3}
+    starts = [mix_window(step, **moving)[0] for step in range(18)]
+    assert starts == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3 + [4] * 3 + [0] * 3
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "named"),
+    [
+        ({"sde_window_strategy": "sideways"}, "sde_window_strategy.*'sideways'"),
+        ({"global_steps": -1}, "global_steps.*-1"),
+        ({"iters_per_group": 0}, "iters_per_group.*0"),
+    ],
+)
+def test_bad_mix_grpo_arguments_are_named(extra_args, named):
+    with pytest.raises(ValueError, match=named):
+        sde_arguments(MIX | extra_args, 10, algorithm="mix_grpo")
+    with pytest.raises(ValueError, match=r"has no field .* for flow_grpo"):
+        sde_arguments(extra_args, 10)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "sampler"), [("flow_grpo", "sde"), ("mix_grpo", "sde"), ("dance_grpo", "dance_sde")]
+)
+def test_each_algorithm_has_its_sampler(algorithm, sampler):
+    assert sde_arguments({}, 10, algorithm=algorithm).sde_type == sampler
+
+
 @pytest.mark.parametrize(
     ("extra_args", "named"),
     [

@@ -118,6 +118,36 @@ def test_closing_ends_what_is_in_flight_and_refuses_more():
     run(main())
 
 
+def test_weights_change_between_trajectories():
+    class Weighted(FakeAdapter):
+        weight, steps = 1.0, 0
+
+        def denoise_step(self, input_batch):
+            self.steps += 1
+            return super().denoise_step(input_batch) * self.weight
+
+    adapter = Weighted()
+
+    async def main():
+        async with asynchronous(adapter) as engine:
+            before = [asyncio.create_task(engine.generate(request(str(i), num_inference_steps=20))) for i in range(3)]
+            while adapter.steps < 2:
+                await asyncio.sleep(0)
+            async with engine.update_weights():
+                assert all([await task for task in before])
+                adapter.weight = 2.0
+                after = asyncio.create_task(engine.generate(request("after")))
+                await asyncio.sleep(0.01)
+                assert not after.done()
+            return [await task for task in before], await after
+
+    before, after = run(main())
+    assert [output.weights_version for output in before] == [0, 0, 0]
+    assert after.weights_version == 1
+    (expected,) = ob.RolloutEngine(adapter).generate([request("after")])
+    assert torch.equal(after.latents, expected.latents)
+
+
 def test_arrivals_during_the_admission_wait_join_the_wave():
     class Recorder(FakeAdapter):
         sizes = ()

@@ -1,8 +1,9 @@
 """What each training algorithm asks of a rollout and reads from it.
 
-``flow_grpo`` (Flow-GRPO, arXiv 2505.05470) and ``dance_grpo`` (DanceGRPO, arXiv 2505.07818) sample an SDE inside a
-window of steps and the ODE outside it, and read the window's latents, timesteps and log-probs. ``diffusion_nft``
-(arXiv 2509.16117) and ``dpo`` sample the ODE and read the clean latents.
+``flow_grpo`` (Flow-GRPO, arXiv 2505.05470), ``mix_grpo`` (MixGRPO, arXiv 2507.21802) and ``dance_grpo`` (DanceGRPO,
+arXiv 2505.07818) sample an SDE inside a window of steps and the ODE outside it, and read the window's latents,
+timesteps and log-probs; they differ in where the window lies and in the sampler. ``diffusion_nft`` (arXiv 2509.16117)
+and ``dpo`` sample the ODE and read the clean latents.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from omnibatch.sde import SDE_TYPES
 # The sampler that each algorithm takes unless told otherwise; None is the ODE, and nothing else.
 DEFAULT_SDE_TYPES: dict[str, str | None] = {
     "flow_grpo": "sde",
+    "mix_grpo": "sde",
     "dance_grpo": "dance_sde",
     "diffusion_nft": None,
     "dpo": None,
@@ -39,7 +41,10 @@ EXTRA_ARGS = (
     "logprobs",
 )
 
+MIX_GRPO_ARGS = ("sde_window_strategy", "global_steps", "iters_per_group")
+
 WINDOW_SCOPES = ("request", "group", "all")
+WINDOW_STRATEGIES = ("random", "progressive")
 
 
 @dataclass(frozen=True)
@@ -82,10 +87,16 @@ def sde_arguments(
     everybody (``"all"``, ``sde_window_seed`` alone). Different windows within a group add a variance to its rewards
     that no policy can learn from.
 
+    ``mix_grpo`` has one window for all, which moves with the training step ``global_steps``: with
+    ``sde_window_strategy`` ``"random"`` it is drawn from ``sde_window_seed + global_steps``, so that all ranks agree;
+    with ``"progressive"`` it moves one step on every ``iters_per_group`` training steps and starts over behind the end
+    of its range.
+
     Args:
         extra_args: ``noise_level`` (default 0.7), ``sde_type`` (the algorithm's), ``sde_window_size`` (``None``: all
             steps but the last), ``sde_window_range`` (``(0, num_timesteps - 1)``; a list, or such as ``"[0,5]"``),
-            ``sde_window_scope`` (``"request"``), ``sde_window_seed`` (0), ``logprobs`` (``True``).
+            ``sde_window_scope`` (``"request"``), ``sde_window_seed`` (0), ``logprobs`` (``True``); for
+            ``mix_grpo`` also ``sde_window_strategy`` (``"random"``), ``global_steps`` (0), ``iters_per_group`` (1).
         num_timesteps: steps of the schedule.
         algorithm: one of :data:`ALGORITHMS`. Those that sample the ODE take no noise and give no log-probs.
         seed: the request's seed.
@@ -94,9 +105,10 @@ def sde_arguments(
     Raises:
         ValueError: naming the field, its value and what would be right.
     """
-    unknown = sorted(set(extra_args) - set(EXTRA_ARGS))
+    known = EXTRA_ARGS + (MIX_GRPO_ARGS if algorithm == "mix_grpo" else ())
+    unknown = sorted(set(extra_args) - set(known))
     if unknown:
-        raise ValueError(f"extra_args has no field {unknown[0]!r}; known are {', '.join(EXTRA_ARGS)}")
+        raise ValueError(f"extra_args has no field {unknown[0]!r} for {algorithm}; known are {', '.join(known)}")
     default_sde_type = DEFAULT_SDE_TYPES[algorithm]
     noise_level = extra_args.get("noise_level", 0.0 if default_sde_type is None else 0.7)
     if not (isinstance(noise_level, (int, float)) and math.isfinite(noise_level) and noise_level >= 0):
@@ -115,14 +127,22 @@ def sde_arguments(
         raise ValueError(
             f"sde_window_size must be an integer from 1 to the length of sde_window_range [{low}, {high}], got {size!r}"
         )
-    window = sample_per_sample_sde_windows(
-        sde_window_size=size,
-        sde_window_range=(low, high),
-        num_timesteps=num_timesteps,
-        batch_size=1,
-        generator=torch.Generator().manual_seed(_window_seed(extra_args, seed, group_seed)),
-        device=torch.device("cpu"),
-    )[0]
+    if algorithm == "mix_grpo":
+        window_seed, shift = _mix_grpo_schedule(extra_args)
+    else:
+        window_seed, shift = _window_seed(extra_args, seed, group_seed), None
+    if shift is not None and size is not None:
+        start = low + shift % (high - low - size + 1)
+        window = (start, start + size)
+    else:
+        window = sample_per_sample_sde_windows(
+            sde_window_size=size,
+            sde_window_range=(low, high),
+            num_timesteps=num_timesteps,
+            batch_size=1,
+            generator=torch.Generator().manual_seed(window_seed),
+            device=torch.device("cpu"),
+        )[0]
     return SdeArguments(float(noise_level), sde_type, window, logprobs)
 
 
@@ -163,6 +183,20 @@ def _window_seed(extra_args: Mapping[str, Any], seed: int, group_seed: int) -> i
     if not isinstance(shared_seed, int) or not 0 <= shared_seed < 2**62:
         raise ValueError(f"sde_window_seed must be an integer from 0 to 2**62 - 1, got {shared_seed!r}")
     return {"request": seed, "group": group_seed ^ shared_seed, "all": shared_seed}[scope]
+
+
+def _mix_grpo_schedule(extra_args: Mapping[str, Any]) -> tuple[int, int | None]:
+    """The seed of this training step's window, and how far a progressive one has moved."""
+    strategy = extra_args.get("sde_window_strategy", "random")
+    if strategy not in WINDOW_STRATEGIES:
+        raise ValueError(f"sde_window_strategy must be one of {', '.join(WINDOW_STRATEGIES)}, got {strategy!r}")
+    smallest_of = {"sde_window_seed": 0, "global_steps": 0, "iters_per_group": 1}
+    values = {name: extra_args.get(name, smallest) for name, smallest in smallest_of.items()}
+    for name, smallest in smallest_of.items():
+        if not isinstance(values[name], int) or not smallest <= values[name] < 2**61:
+            raise ValueError(f"{name} must be an integer of at least {smallest}, got {values[name]!r}")
+    moved = values["global_steps"] // values["iters_per_group"] if strategy == "progressive" else None
+    return values["sde_window_seed"] + values["global_steps"], moved
 
 
 def _window_range(value: Any, num_timesteps: int) -> tuple[int, int]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 
 from omnibatch.engine import RolloutEngine
 from omnibatch.request import DiffusionOutput, OmniDiffusionRequest
@@ -58,6 +59,30 @@ class AsyncRolloutEngine:
             if not self._stopping:
                 self._command(lambda: self._abort(request.request_id, future))
             raise
+
+    @asynccontextmanager
+    async def update_weights(self, *, abort_running: bool = False) -> AsyncIterator[None]:
+        """As :meth:`RolloutEngine.update_weights`; requests awaited meanwhile run afterwards.
+
+        Raises:
+            RuntimeError: when the engine is closed.
+        """
+        ready: Future[None] = Future()
+        released = threading.Event()
+
+        def update() -> None:
+            with self._engine.update_weights(abort_running=abort_running):
+                # Whoever awaits what has just ended may do so within the context.
+                self._deliver(self._engine.step())
+                ready.set_result(None)
+                released.wait()
+
+        self._command(update)
+        try:
+            await asyncio.wrap_future(ready)
+            yield
+        finally:
+            released.set()
 
     def close(self) -> None:
         """End everything in flight with an error and stop the thread."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
@@ -48,6 +49,9 @@ class RolloutEngine:
         config: how requests are packed.
         timeline: filled with every step that is run.
 
+    Attributes:
+        weights_version: how often the weights were updated through :meth:`update_weights`.
+
     Raises:
         ValueError: when the adapter lacks what the mode needs.
     """
@@ -71,8 +75,9 @@ class RolloutEngine:
         self._waiting: dict[str, tuple[OmniDiffusionRequest, float]] = {}
         self._running: dict[str, StepRequestState] = {}
         self._ended: dict[str, DiffusionOutput] = {}
+        self.weights_version = 0
         self._steps_done = 0
-        self._closed = False
+        self._closed = self._paused = False
 
     def __enter__(self) -> RolloutEngine:
         return self
@@ -164,6 +169,35 @@ class RolloutEngine:
             raise RolloutError(outputs)
         return outputs
 
+    @contextmanager
+    def update_weights(self, *, abort_running: bool = False) -> Iterator[None]:
+        """Within this context the weights may change: nothing runs, and what is submitted waits until it ends.
+
+        Requests in flight run to their end first, or are aborted, so that no trajectory mixes weights; outputs carry
+        the version they were made with. Cached prompts are encoded anew afterwards.
+
+        Args:
+            abort_running: end requests in flight with a :class:`~omnibatch.request.RequestAborted` instead of waiting.
+
+        Raises:
+            RuntimeError: when the weights are being updated already.
+        """
+        if self._paused:
+            raise RuntimeError("the weights are being updated already")
+        self._paused = True
+        try:
+            if abort_running:
+                for request_id in list(self._running):
+                    self.abort(request_id)
+            while self._running:
+                self._tick()
+            yield
+        finally:
+            self._paused = False
+            self.weights_version += 1
+            if hasattr(self.adapter, "forget_prompts"):
+                self.adapter.forget_prompts()
+
     def close(self) -> list[DiffusionOutput]:
         """End everything in flight with an error, refuse new requests, and return the outputs nobody has taken."""
         self._closed = True
@@ -210,7 +244,7 @@ class RolloutEngine:
             self._take([request_id for request_id in place_of if request_id in self._ended])
 
     def _tick(self) -> None:
-        admitted = self.scheduler.schedule()
+        admitted = [] if self._paused else self.scheduler.schedule()
         if self._runner is None:
             if admitted:
                 self._forward(admitted)
@@ -262,6 +296,7 @@ class RolloutEngine:
         state = self._running.pop(output.request_id, None)
         if state is not None and self._runner is not None:
             self._runner.forget(state)
+        output.weights_version = self.weights_version
         self._ended[output.request_id] = output
 
     def _shape_key(self, request: OmniDiffusionRequest) -> Hashable:

@@ -184,6 +184,7 @@ class DiffusionOutput:
         rows_per_forward: the most rows that a transformer call with this request's rows took.
         stage_times: wall-clock seconds spent in ``queue``, ``encode``, ``denoise`` (shared with whatever ran in
             the same forwards) and ``decode``.
+        weights_version: of the engine's weights that made this output.
         custom_output: further fields of an adapter that brings its own ``forward()``.
         error: what went wrong, or ``None``.
     """
@@ -209,6 +210,7 @@ class DiffusionOutput:
     num_steps: int = 0
     rows_per_forward: int = 0
     stage_times: dict[str, float] = field(default_factory=dict)
+    weights_version: int = 0
     custom_output: dict[str, Any] = field(default_factory=dict)
     error: Exception | None = None
 
