@@ -39,6 +39,7 @@ EXTRA_ARGS = (
     "sde_window_scope",
     "sde_window_seed",
     "logprobs",
+    "shared_noise",
 )
 
 MIX_GRPO_ARGS = ("sde_window_strategy", "global_steps", "iters_per_group")
@@ -56,12 +57,14 @@ class SdeArguments:
         sde_type: one of :data:`omnibatch.sde.SDE_TYPES`.
         window: SDE steps ``(start, end)``, ``end`` exclusive.
         logprobs: whether log-probs are returned.
+        shared_noise: whether the request's outputs start from the same latents.
     """
 
     noise_level: float
     sde_type: str
     window: tuple[int, int]
     logprobs: bool
+    shared_noise: bool
 
 
 def validate_algorithm(algorithm: str) -> str:
@@ -95,8 +98,10 @@ def sde_arguments(
     Args:
         extra_args: ``noise_level`` (default 0.7), ``sde_type`` (the algorithm's), ``sde_window_size`` (``None``: all
             steps but the last), ``sde_window_range`` (``(0, num_timesteps - 1)``; a list, or such as ``"[0,5]"``),
-            ``sde_window_scope`` (``"request"``), ``sde_window_seed`` (0), ``logprobs`` (``True``); for
-            ``mix_grpo`` also ``sde_window_strategy`` (``"random"``), ``global_steps`` (0), ``iters_per_group`` (1).
+            ``sde_window_scope`` (``"request"``), ``sde_window_seed`` (0), ``logprobs`` (``True``), ``shared_noise``
+            (``False``: whether all outputs start from the latents of the first seed, so that the steps before the
+            window, the same for all, are computed once); for ``mix_grpo`` also ``sde_window_strategy``
+            (``"random"``), ``global_steps`` (0), ``iters_per_group`` (1).
         num_timesteps: steps of the schedule.
         algorithm: one of :data:`ALGORITHMS`. Those that sample the ODE take no noise and give no log-probs.
         seed: the request's seed.
@@ -118,9 +123,10 @@ def sde_arguments(
     sde_type = extra_args.get("sde_type", default_sde_type or "sde")
     if sde_type not in SDE_TYPES:
         raise ValueError(f"sde_type must be one of {', '.join(SDE_TYPES)}, got {sde_type!r}")
-    logprobs = extra_args.get("logprobs", True)
-    if not isinstance(logprobs, bool):
-        raise ValueError(f"logprobs must be true or false, got {logprobs!r}")
+    logprobs, shared_noise = extra_args.get("logprobs", True), extra_args.get("shared_noise", False)
+    for name, value in (("logprobs", logprobs), ("shared_noise", shared_noise)):
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be true or false, got {value!r}")
     size = extra_args.get("sde_window_size")
     low, high = _window_range(extra_args.get("sde_window_range"), num_timesteps)
     if size is not None and not (isinstance(size, int) and 1 <= size <= high - low):
@@ -143,7 +149,7 @@ def sde_arguments(
             generator=torch.Generator().manual_seed(window_seed),
             device=torch.device("cpu"),
         )[0]
-    return SdeArguments(float(noise_level), sde_type, window, logprobs)
+    return SdeArguments(float(noise_level), sde_type, window, logprobs, shared_noise)
 
 
 def training_fields(output: DiffusionOutput, algorithm: str = "flow_grpo") -> dict[str, torch.Tensor | None]:

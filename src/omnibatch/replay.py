@@ -209,8 +209,9 @@ def _rollout_means(adapter: RolloutAdapter, output: DiffusionOutput) -> list[tor
     if sampling.generator is not None or sampling.latents is not None:
         return None
     generators = [torch.Generator().manual_seed(seed) for seed in output.seeds]
-    for generator in generators:
-        adapter.draw_latents(*adapter.image_size(sampling), generator)
+    if not sampling.extra_args.get("shared_noise"):
+        for generator in generators:
+            adapter.draw_latents(*adapter.image_size(sampling), generator)
     start, end = output.sde_window
     means = []
     for index, scale in enumerate(_coefficients(adapter, output)[start:end, 2].tolist()):

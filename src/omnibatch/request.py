@@ -181,6 +181,7 @@ class DiffusionOutput:
         guidance: scale of the guidance; 1 without.
         seeds: the seed of each output's generator.
         num_steps: denoising steps run.
+        shared_steps: of these, steps before the SDE window that all outputs took as one row (``shared_noise``).
         rows_per_forward: the most rows that a transformer call with this request's rows took.
         stage_times: wall-clock seconds spent in ``queue``, ``encode``, ``denoise`` (shared with whatever ran in
             the same forwards) and ``decode``.
@@ -208,6 +209,7 @@ class DiffusionOutput:
     guidance: float = 1.0
     seeds: list[int] = field(default_factory=list)
     num_steps: int = 0
+    shared_steps: int = 0
     rows_per_forward: int = 0
     stage_times: dict[str, float] = field(default_factory=dict)
     weights_version: int = 0

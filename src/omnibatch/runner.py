@@ -111,7 +111,7 @@ class LifecycleRunner:
         kept, self._batches = self._batches, {}
         for key, group in members.items():
             batch = kept.get(key)
-            if batch is None or batch.states != group:
+            if batch is None or not batch.fits(group):
                 batch = StepBatch(group, self.rows_per_forward)
                 self._warn_if_too_large(batch)
             self._batches[key] = batch

@@ -40,7 +40,7 @@ class StepRequestState:
         negative_encoding: the negative prompt, or ``None`` when the request is not guided.
         guidance: scale of the guidance.
         image_size: height and width in pixels.
-        latents: float32 ``(n, ...)``, where the request stands now.
+        latents: float32 ``(n, ...)``, where the request stands now; one row as long as all outputs share it.
         sigmas: float32 ``(T + 1,)`` on the CPU.
         timesteps: float32 ``(T,)`` on the CPU.
         schedule: float32 ``(T, 6)`` on the device, a row a step: the timestep, then the sampler's coefficients.
@@ -49,6 +49,7 @@ class StepRequestState:
         noisy: whether the window's steps draw noise.
         logprobs: whether log-probs are returned.
         step_index: steps done.
+        shared_steps: of these, steps that all outputs took as one row.
         trajectory_latents: latents before each step of the window and after its last, each ``(n, ...)``.
         trajectory_log_probs: one ``(n,)`` a step of the window.
         rows_per_forward: the most rows a transformer call with these rows took.
@@ -73,6 +74,7 @@ class StepRequestState:
     noisy: bool = False
     logprobs: bool = False
     step_index: int = 0
+    shared_steps: int = 0
     trajectory_latents: list[torch.Tensor] = field(default_factory=list)
     trajectory_log_probs: list[torch.Tensor] = field(default_factory=list)
     rows_per_forward: int = 0
@@ -121,6 +123,11 @@ class StepRequestState:
         """
         return self.image_size, tuple(self.latents.shape[1:])
 
+    def branch(self) -> None:
+        """Give each output a row of its own; until now they shared one."""
+        self.shared_steps = self.step_index
+        self.latents = self.latents.expand(self.num_outputs, *self.latents.shape[1:]).clone()
+
     def to_output(self) -> DiffusionOutput:
         """The finished request's result, on the CPU."""
         latents = self.latents.cpu()
@@ -142,6 +149,7 @@ class StepRequestState:
             guidance=self.guidance if self.do_true_cfg else 1.0,
             seeds=self.seeds,
             num_steps=self.step_index,
+            shared_steps=self.shared_steps,
             rows_per_forward=self.rows_per_forward,
             stage_times=self.stage_times,
         )
@@ -193,8 +201,8 @@ class StepBatch:
     def __init__(self, states: Sequence[StepRequestState], rows_per_forward: int | None = None):
         self.states = list(states)
         self.device = self.states[0].latents.device
-        self.row_counts = [state.num_outputs for state in self.states]
-        self._rows = [state for state in self.states for _ in range(state.num_outputs)]
+        self.row_counts = [len(state.latents) for state in self.states]
+        self._rows = [state for state, count in self._members() for _ in range(count)]
         guided = [index for index, state in enumerate(self._rows) if state.do_true_cfg]
         self.num_rows = len(self._rows)
         self.guided_rows = torch.tensor(guided, dtype=torch.long, device=self.device)
@@ -203,6 +211,10 @@ class StepBatch:
         self.latents = torch.empty(0)
         self.timesteps = torch.empty(0)
         self.coefficients = torch.empty(0)
+
+    def fits(self, states: Sequence[StepRequestState]) -> bool:
+        """Whether these states are the batch's members, with as many rows as before."""
+        return self.states == states and self.row_counts == [len(state.latents) for state in states]
 
     def lay_out(self, rows_per_forward: int | None) -> None:
         """Lay the rows out in transformer calls, anew when their size changes."""
@@ -238,6 +250,8 @@ class StepBatch:
                     state.trajectory_log_probs.append(log_prob)
             state.latents = latents
             state.step_index += 1
+            if len(latents) < state.num_outputs and (state.in_window or state.denoise_completed):
+                state.branch()
 
     def draw_noise(self) -> torch.Tensor | None:
         """Standard normal ``(R, ...)`` float32: each noisy row from its own generator, zeros elsewhere.

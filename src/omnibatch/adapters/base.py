@@ -166,7 +166,9 @@ class RolloutAdapter(ABC):
         if state.guidance > 1:
             state.negative_encoding = self.encode_prompt(request, max_sequence_length, "negative_")
         state.lora = requested_lora(self.transformer, sampling)
-        state.latents = self._initial_latents(sampling, height, width, state.generators)
+        state.latents = self._initial_latents(sampling, height, width, state.generators, arguments.shared_noise)
+        if len(state.latents) < state.num_outputs and state.in_window:
+            state.branch()
 
     def denoise_step(self, input_batch: StepBatch) -> torch.Tensor:
         """Predict the velocity of every row of a gathered batch.
@@ -242,7 +244,7 @@ class RolloutAdapter(ABC):
             raise ValueError(f"requests of one forward must have one picture size, got {', '.join(sizes)}")
         batch = StepBatch(states)
         while active := [state for state in states if not state.denoise_completed]:
-            if active != batch.states:
+            if not batch.fits(active):
                 batch = StepBatch(active)
             batch.gather()
             self.step_scheduler(batch, self.denoise_step(batch))
@@ -331,12 +333,21 @@ class RolloutAdapter(ABC):
         return scheduler.sigmas, scheduler.timesteps
 
     def _initial_latents(
-        self, sampling: OmniDiffusionSamplingParams, height: int, width: int, generators: list[torch.Generator]
+        self,
+        sampling: OmniDiffusionSamplingParams,
+        height: int,
+        width: int,
+        generators: list[torch.Generator],
+        shared: bool,
     ) -> torch.Tensor:
+        """Rows ``(n, ...)``; one row when the outputs share it."""
         if sampling.latents is None:
+            if shared:
+                # A generator beside the first output's own, so that all outputs' streams start alike.
+                generators = [torch.Generator().manual_seed(generators[0].initial_seed())]
             rows = [self.draw_latents(height, width, generator) for generator in generators]
             return torch.stack(rows).to(self.device)
-        shape = (sampling.num_outputs_per_prompt, *self.latent_shape(height, width))
+        shape = (1 if shared else sampling.num_outputs_per_prompt, *self.latent_shape(height, width))
         if tuple(sampling.latents.shape) != shape:
             raise ValueError(f"latents must have the shape {shape}, got {tuple(sampling.latents.shape)}")
         return sampling.latents.detach().to(self.device, torch.float32, copy=True)
