@@ -97,8 +97,7 @@ class RolloutEngine:
             ValueError: when the id is empty or still in flight.
             RuntimeError: when the engine is closed.
         """
-        if self._closed:
-            raise RuntimeError("the engine is closed")
+        self._require_open()
         validate_request_id(request.request_id)
         if request.request_id in self._ended:
             raise ValueError(f"request_id {request.request_id!r} is already in flight: its output was not taken yet")
@@ -227,6 +226,9 @@ class RolloutEngine:
             yield from refused
             with tqdm(total=total, unit="step", disable=not progress, desc="denoising") as bar:
                 while place_of:
+                    self._require_open()
+                    if self._paused:
+                        raise RuntimeError("nothing can be run while the weights are being updated")
                     time.sleep(self.wait_seconds())
                     self._tick()
                     bar.set_postfix(in_flight=len(self._running), refresh=False)
@@ -244,21 +246,24 @@ class RolloutEngine:
             self._take([request_id for request_id in place_of if request_id in self._ended])
 
     def _tick(self) -> None:
-        admitted = [] if self._paused else self.scheduler.schedule()
+        if not self._paused:
+            self.scheduler.schedule()
+        # Not only what was admitted now: an interrupt may have come between admitting and preparing.
+        admitted = [request_id for request_id in self.scheduler.running if request_id not in self._running]
         if self._runner is None:
             if admitted:
                 self._forward(admitted)
             return
         for request_id in admitted:
-            request, submitted = self._waiting.pop(request_id)
+            request, submitted = self._waiting[request_id]
             try:
-                state = self._runner.prepare(request, waited=time.perf_counter() - submitted)
+                self._running[request_id] = self._runner.prepare(request, waited=time.perf_counter() - submitted)
+                del self._waiting[request_id]
             except Exception as error:
                 self._fail(request_id, error)
-            else:
-                self._running[request_id] = state
-        self._steps_done += len(self._running)
-        for state, fault in self._runner.advance(self._running.values()):
+        active = [state for state in self._running.values() if not state.denoise_completed]
+        self._steps_done += len(active)
+        for state, fault in self._runner.advance(active):
             self._fail(state.request_id, fault)
         completed = [state for state in self._running.values() if state.denoise_completed]
         for state, result in self._runner.finish(completed):
@@ -283,6 +288,10 @@ class RolloutEngine:
         for request, output in zip(requests, outputs):
             self._steps_done += _num_steps(request)
             self._end(output)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the engine is closed")
 
     def _take(self, request_ids: list[str]) -> list[DiffusionOutput]:
         return [self._ended.pop(request_id) for request_id in request_ids]

@@ -11,9 +11,9 @@ IMAGE_SIZE = 64
 # Prompts to try the embedded models with.
 EXAMPLE_PROMPTS: tuple[str, ...] = (
     'a sign that says "42"',
-    'a red sign that says "GO"',
-    'a blue sign that says "7"',
-    'a sign that says "RL"',
+    'a red sign that says "7"',
+    'a blue sign that says "128"',
+    'a sign that says "365"',
 )
 
 
