@@ -34,10 +34,11 @@ test: install lint ## run every check
 nightly: install ## the engine's state machine, at length
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest tests/test_engine_states.py
 
-bench: install ## overhead over the bare loop, scheduler cost, arrivals over time
+bench: install ## overhead, scheduler cost, arrivals over time, replay at another shape
 	$(BIN)/python -m omnibatch.bench.overhead
 	$(BIN)/python -m omnibatch.bench.scheduler_cost
 	$(BIN)/python -m omnibatch.bench.arrivals
+	$(BIN)/python -m omnibatch.bench.replay_mismatch
 
 clean: ## remove what was made
 	rm -rf $(VENV) rollouts .pytest_cache .hypothesis .mypy_cache .ruff_cache .coverage

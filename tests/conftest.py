@@ -36,13 +36,18 @@ TENSOR_FIELDS = ("trajectory_latents", "trajectory_log_probs", "trajectory_times
 
 @pytest.fixture
 def assert_same():
-    """A function that compares two outputs of one request, to a tolerance or to the bit."""
+    """A function that compares two outputs of one request, to a tolerance or to the bit.
+
+    Kernels round a row differently in another batch shape, and guidance of scale g multiplies what two branches lose by
+    up to g + (g - 1); so the tolerance of guided requests grows by that. Where shapes are fixed, it is 0.
+    """
 
     def compare(output, expected, tolerance=1e-5):
         assert output.request_id == expected.request_id
         assert output.error is None
         assert output.sde_window == expected.sde_window
         assert output.seeds == expected.seeds
+        tolerance *= 2 * max(expected.guidance, 1.0) - 1
         for name in TENSOR_FIELDS:
             ours, theirs = getattr(output, name), getattr(expected, name)
             assert (ours is None) == (theirs is None), name

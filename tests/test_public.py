@@ -1,6 +1,7 @@
 """The public surface."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,3 +27,13 @@ def test_the_scheduler_is_plain_python():
     roots = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     roots |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     assert {root.split(".")[0] for root in roots} <= sys.stdlib_module_names
+
+
+def test_the_structure_page_names_every_module_and_no_other():
+    package = Path(omnibatch.__file__).parent
+    page = (package.parents[1] / "CONTRIBUTING.md").read_text()
+    modules = {path.relative_to(package).as_posix() for path in [*package.glob("*.py"), *package.glob("adapters/*.py")]}
+    modules = {name for name in modules if not name.endswith("__init__.py")}
+    named = set(re.findall(r"`((?:adapters/)?\w+\.py)`", page))
+    assert modules <= named
+    assert {name for name in named - modules if not (package / "tiny" / name).exists()} == set()

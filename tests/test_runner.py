@@ -5,6 +5,7 @@ import torch
 from fake_adapter import FakeAdapter
 
 import omnibatch as ob
+from omnibatch.step_batch import PromptEncoding
 from omnibatch.timeline import Timeline
 
 STEP = {"step_execution": True, "max_num_seqs": 8}
@@ -81,6 +82,22 @@ def test_latents_that_are_not_finite_fail_their_request(step_execution):
     assert "seed 11 are not finite" in str(outputs[1].error)
     for index in (0, 2, 3):
         assert torch.equal(outputs[index].latents, expected[index].latents)
+
+
+class Unstackable(FakeAdapter):
+    """Prepares request 1 with an encoding that does not fit beside the others."""
+
+    def prepare_encode(self, state):
+        super().prepare_encode(state)
+        if state.request_id == "1":
+            state.prompt_encoding = PromptEncoding(torch.zeros(1, 2))
+
+
+def test_a_batch_that_cannot_be_built_ends_its_members_and_the_engine_goes_on():
+    engine = ob.RolloutEngine(Unstackable(), ob.RolloutConfig(**STEP))
+    outputs = engine.generate(requests(2) + requests(3, height=8)[2:], return_errors=True)
+    assert [output.error is None for output in outputs] == [False, False, True]
+    assert engine.generate(requests(1))[0].error is None
 
 
 class CannotDecode(FakeAdapter):

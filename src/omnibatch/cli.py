@@ -13,7 +13,7 @@ import torch
 import omnibatch
 from omnibatch import tiny
 from omnibatch.config import ExecutionMode, RolloutConfig
-from omnibatch.dispatch import choose_mode, require_mode
+from omnibatch.dispatch import choose_mode
 from omnibatch.memory import activation_bytes_per_row, available_bytes
 from omnibatch.prompt_files import Prompt, make_requests, read_prompts
 from omnibatch.recipes import Recipe, find_recipe
@@ -115,13 +115,10 @@ def rollout(
     folder = writable_folder(out)
     adapter = _load(model, algorithm, device, dtype)
     _prepare_first(adapter, requests)
-    if mode != "auto":
-        execution_mode, reason = ExecutionMode(mode), "asked for"
-        require_mode(adapter, execution_mode)
-    elif recipe is not None:
+    if mode == "auto" and recipe is not None:
         execution_mode, reason = recipe.config.mode, f"as in {recipe.name}"
     else:
-        execution_mode, reason = choose_mode(adapter)
+        execution_mode, reason = choose_mode(adapter, wish=None if mode == "auto" else ExecutionMode(mode))
     config = RolloutConfig.for_mode(
         execution_mode,
         max_num_seqs or (recipe.config.max_num_seqs if recipe else 32),

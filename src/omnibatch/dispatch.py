@@ -54,15 +54,26 @@ def require_mode(adapter: object, mode: ExecutionMode) -> None:
 
 
 def choose_mode(
-    adapter: object, measured: Mapping[ExecutionMode, float] | None = None, tolerance: float = 0.03
+    adapter: object,
+    measured: Mapping[ExecutionMode, float] | None = None,
+    *,
+    wish: ExecutionMode | None = None,
+    tolerance: float = 0.03,
 ) -> ModeChoice:
     """Pick a mode by the four rules, in order: faster when measured; else step-wise; else request-level; else serial.
 
     Args:
         adapter: what will run.
         measured: seconds for the same work in each mode, where known.
+        wish: a mode that is asked for, which wins if the adapter can run it.
         tolerance: modes within this share of the fastest count as tied.
+
+    Raises:
+        ValueError: when the adapter lacks the mode that is asked for: what is missing, and what would work.
     """
+    if wish is not None:
+        require_mode(adapter, wish)
+        return ModeChoice(wish, "asked for")
     supported = supported_modes(adapter)
     times = {mode: seconds for mode, seconds in (measured or {}).items() if mode in supported}
     if len(times) > 1:

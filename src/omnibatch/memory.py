@@ -27,7 +27,7 @@ def activation_bytes_per_row(adapter: Any, height: int, width: int, text_length:
     Example:
         >>> from omnibatch import load
         >>> adapter = load("tiny-sd35", device="cpu", dtype=torch.float32)
-        >>> activation_bytes_per_row(adapter, 64, 64, text_length=109) == 11 * (16 + 109) * 96 * 4
+        >>> activation_bytes_per_row(adapter, 64, 64, text_length=109) == 11 * (16 + 109) * 128 * 4
         True
     """
     config = adapter.transformer.config

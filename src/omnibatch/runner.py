@@ -59,16 +59,21 @@ class LifecycleRunner:
         Returns:
             The states that failed and why: all that shared a forward with the fault.
         """
-        for batch in self._current_batches(states):
+        members: dict[Hashable, list[StepRequestState]] = {}
+        for state in states:
+            members.setdefault(state.shape_key, []).append(state)
+        kept, self._batches = self._batches, {}
+        for key, group in members.items():
             started = time.perf_counter()
-            steps = [state.step_index for state in batch.states]
+            steps = [state.step_index for state in group]
             try:
+                batch = self._batches[key] = self._batch(group, kept.get(key))
                 with torch.no_grad():
                     self.adapter.step_scheduler(batch, self._denoise(batch))
             except Exception as error:
-                yield from [(state, error) for state in batch.states]
-                continue
-            self._record(batch, steps, started, time.perf_counter() - started)
+                yield from [(state, error) for state in group]
+            else:
+                self._record(batch, steps, started, time.perf_counter() - started)
         self._ticks += 1
 
     def finish(
@@ -103,19 +108,13 @@ class LifecycleRunner:
         """Let go of a state that leaves before its end."""
         self._batches.pop(state.shape_key, None)
 
-    def _current_batches(self, states: Iterable[StepRequestState]) -> list[StepBatch]:
-        """One batch per latent shape, kept from the step before where its members are the same."""
-        members: dict[Hashable, list[StepRequestState]] = {}
-        for state in states:
-            members.setdefault(state.shape_key, []).append(state)
-        kept, self._batches = self._batches, {}
-        for key, group in members.items():
-            batch = kept.get(key)
-            if batch is None or not batch.fits(group):
-                batch = StepBatch(group, self.rows_per_forward)
-                self._warn_if_too_large(batch)
-            self._batches[key] = batch
-        return list(self._batches.values())
+    def _batch(self, states: list[StepRequestState], previous: StepBatch | None) -> StepBatch:
+        """The batch of the step before where its members are the same, else a new one."""
+        if previous is not None and previous.fits(states):
+            return previous
+        batch = StepBatch(states, self.rows_per_forward)
+        self._warn_if_too_large(batch)
+        return batch
 
     def _denoise(self, batch: StepBatch) -> torch.Tensor:
         """Run the batch's transformer calls, with fewer rows each when the device has no memory for them."""

@@ -102,7 +102,7 @@ def given_extra_token_ids(
 
 
 def given_embeddings(
-    request: OmniDiffusionRequest, prefix: str, like: torch.Tensor, width: int, *, pooled: bool = False
+    request: OmniDiffusionRequest, prefix: str, like: torch.Tensor, width: int, *, pooled_width: int | None = None
 ) -> PromptEncoding | None:
     """The embeddings that the request brings, or ``None``.
 
@@ -111,7 +111,7 @@ def given_embeddings(
         prefix: ``""`` for the prompt, ``"negative_"`` for the negative prompt.
         like: the embeddings get this tensor's device and data type.
         width: the last axis that the model needs.
-        pooled: whether the model has pooled embeddings (and no text mask).
+        pooled_width: width of the pooled embeddings, for models that have them (and no text mask).
 
     Raises:
         ValueError: naming the field whose shape is wrong or which is missing.
@@ -120,20 +120,24 @@ def given_embeddings(
     embeds = request.prompt_field(name)
     if embeds is None:
         return None
+    embeds = torch.as_tensor(embeds)
     embeds = embeds[0] if embeds.dim() == 3 and len(embeds) == 1 else embeds
     embeds = embeds.detach().to(like)
     if embeds.dim() != 2 or embeds.shape[1] != width:
         raise ValueError(f"{name} must have the shape (L, {width}), got {tuple(embeds.shape)}")
-    if pooled:
+    if pooled_width is not None:
         pooled_name = f"{prefix}pooled_prompt_embeds"
         value = request.prompt_field(pooled_name)
         if value is None:
             raise ValueError(f"{pooled_name} is missing: {name} needs it beside it")
+        value = torch.as_tensor(value)
+        if value.numel() != pooled_width:
+            raise ValueError(f"{pooled_name} must have the shape ({pooled_width},), got {tuple(value.shape)}")
         return PromptEncoding(embeds, pooled_prompt_embeds=value.detach().to(like).reshape(-1))
     mask = request.prompt_field(f"{prefix}prompt_embeds_mask")
     if mask is None:
         return PromptEncoding(embeds, torch.ones(len(embeds), dtype=torch.bool))
-    mask = mask.reshape(-1).bool().cpu()
+    mask = torch.as_tensor(mask).reshape(-1).bool().cpu()
     if len(mask) != len(embeds) or not mask.any():
         raise ValueError(
             f"{prefix}prompt_embeds_mask must be as long as {name} ({len(embeds)}) and true somewhere, "

@@ -25,8 +25,10 @@ class StableDiffusion3Adapter(RolloutAdapter):
         return {"clip": self.pipeline.tokenizer(prompt).input_ids, "t5": self.pipeline.tokenizer_3(prompt).input_ids}
 
     def given_embeddings(self, request: OmniDiffusionRequest, prefix: str) -> PromptEncoding | None:
-        width = self.transformer.config.joint_attention_dim
-        return given_embeddings(request, prefix, self._weight, width, pooled=True)
+        config = self.transformer.config
+        return given_embeddings(
+            request, prefix, self._weight, config.joint_attention_dim, pooled_width=config.pooled_projection_dim
+        )
 
     def prompt_tokens(self, request: OmniDiffusionRequest, prefix: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         token_ids = given_extra_token_ids(request, prefix, ("clip", "t5"))

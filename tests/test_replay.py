@@ -1,0 +1,123 @@
+"""Replayed log-probs against the rollout's, to the bit where shapes are fixed."""
+
+import pytest
+import torch
+
+import omnibatch as ob
+from omnibatch import tiny
+from omnibatch.replay import compare_replay, replay_log_probs, stack_outputs
+
+MODES = {
+    "serial": {},
+    "request": {"max_num_seqs": 8},
+    "step": {"step_execution": True, "max_num_seqs": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return {
+        (name, dtype): ob.load(name, device="cpu", dtype=dtype)
+        for name in tiny.MODEL_NAMES
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+
+
+@pytest.fixture
+def ragged_requests(make_request):
+    window = {"sde_window_size": 2, "sde_window_range": [0, 4]}
+    guided = {"guidance_scale": 4.0, "true_cfg_scale": 4.0}
+    return lambda: [
+        make_request("x", "short", extra_args=window),
+        make_request(
+            "many words " * 9, "guided", "blurry", seed=10, extra_args=window, num_outputs_per_prompt=2, **guided
+        ),
+        make_request("a red sign", "cps", seed=20, num_inference_steps=6, extra_args={"sde_type": "cps"}),
+        make_request(
+            "a sign", "dance", "ugly", seed=30, extra_args={"sde_type": "dance_sde", "noise_level": 0.3}, **guided
+        ),
+    ]
+
+
+@pytest.mark.parametrize("name", tiny.MODEL_NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("requires_grad", [False, True], ids=["no_grad", "grad"])
+def test_with_fixed_rows_the_first_ratio_is_one(loaded, name, dtype, mode, requires_grad, ragged_requests):
+    adapter = loaded[name, dtype]
+    outputs = ob.RolloutEngine(adapter, ob.RolloutConfig(rows_per_forward=4, **MODES[mode])).generate(ragged_requests())
+    replayed = replay_log_probs(adapter, outputs, micro_batch_size=4, requires_grad=requires_grad)
+    for output, log_probs in zip(outputs, replayed):
+        assert log_probs.shape == output.trajectory_log_probs.shape
+        assert torch.equal(log_probs.detach(), output.trajectory_log_probs)
+    report = compare_replay(adapter, outputs[::-1], micro_batch_size=4)
+    assert report.is_exact
+    assert report.largest_log_ratio == 0
+    assert report.largest_mean_difference < 2e-6
+
+
+def test_without_fixed_rows_the_difference_is_small_and_told(adapter, ragged_requests):
+    outputs = ob.RolloutEngine(adapter, ob.RolloutConfig(max_num_seqs=8)).generate(ragged_requests())
+    report = compare_replay(adapter, outputs, micro_batch_size=4)
+    assert 0 <= report.mean_log_ratio <= report.largest_log_ratio < 1e-4
+    assert report.largest_mean_difference < 1e-5
+    for log_probs, output in zip(replay_log_probs(adapter, outputs), outputs):
+        torch.testing.assert_close(log_probs, output.trajectory_log_probs, atol=1e-5, rtol=0)
+
+
+def test_a_wrong_velocity_shows_in_the_mean_where_the_log_prob_hides_it(adapter, make_request, monkeypatch):
+    """A next latent lies around the predicted mean, so a rollout that was wrong all along replays its own log-prob."""
+    request = make_request(extra_args={"sde_window_size": 1, "sde_window_range": [0, 1]})
+    outputs = ob.RolloutEngine(adapter).generate([request])
+    predict = adapter.predict_velocity
+    monkeypatch.setattr(adapter, "predict_velocity", lambda *arguments: predict(*arguments) + 0.05)
+    report = compare_replay(adapter, outputs)
+    assert report.largest_mean_difference > 1e-3
+    assert report.largest_log_ratio < report.largest_mean_difference
+
+
+def test_gradients_reach_the_transformer(adapter, make_request):
+    outputs = ob.RolloutEngine(adapter).generate([make_request(), make_request(request_id="b", seed=5)])
+    weight = next(parameter for parameter in adapter.transformer.parameters() if parameter.dim() == 2)
+    replayed = replay_log_probs(adapter, outputs, requires_grad=True)
+    sum(log_probs.sum() for log_probs in replayed).backward()
+    assert weight.grad is not None
+    assert weight.grad.abs().sum() > 0
+    adapter.transformer.zero_grad(set_to_none=True)
+    assert not replay_log_probs(adapter, outputs)[0].requires_grad
+
+
+def test_noise_that_cannot_be_drawn_again_leaves_the_mean_unknown(adapter, make_request):
+    request = make_request(generator=torch.Generator().manual_seed(3), seed=None)
+    outputs = ob.RolloutEngine(adapter).generate([request])
+    report = compare_replay(adapter, outputs)
+    assert report.largest_mean_difference is None
+    assert report.largest_log_ratio < 1e-5
+
+
+def test_outputs_without_log_probs_are_named(adapter, make_request):
+    (silent,) = ob.RolloutEngine(adapter).generate([make_request(request_id="silent", extra_args={"logprobs": False})])
+    with pytest.raises(ValueError, match="output 'silent' has no log-probs"):
+        replay_log_probs(adapter, [silent])
+    with pytest.raises(ValueError, match="output 'failed' has no log-probs"):
+        replay_log_probs(adapter, [ob.DiffusionOutput("failed", error=ValueError())])
+
+
+def test_stacked_outputs_keep_every_row(adapter, ragged_requests):
+    outputs = ob.RolloutEngine(adapter, ob.RolloutConfig(max_num_seqs=8)).generate(ragged_requests()[:2])
+    stacked = stack_outputs(outputs)
+    assert torch.equal(stacked["all_latents"], torch.cat([output.trajectory_latents for output in outputs]))
+    assert torch.equal(stacked["all_log_probs"], torch.cat([output.trajectory_log_probs for output in outputs]))
+    assert stacked["sde_windows"].tolist() == [list(o.sde_window) for o in outputs for _ in o.seeds]
+    assert "negative_prompt_embeds" not in stacked
+    first_row = 0
+    for output in outputs:
+        rows = slice(first_row, first_row + len(output.seeds))
+        first_row += len(output.seeds)
+        length = output.prompt_embeds.shape[1]
+        assert torch.equal(stacked["prompt_embeds"][rows, :length], output.prompt_embeds)
+        assert stacked["prompt_embeds"][rows, length:].abs().sum() == 0
+        if output.prompt_embeds_mask is not None:
+            assert torch.equal(stacked["prompt_embeds_mask"][rows, :length], output.prompt_embeds_mask)
+            assert not stacked["prompt_embeds_mask"][rows, length:].any()
+    assert stack_outputs([]) == {}
