@@ -4,7 +4,7 @@ import torch
 
 from omnibatch import DiffusionOutput, DiffusionRequestBatch, RolloutAdapter
 from omnibatch.sde import schedule_coefficients
-from omnibatch.step_batch import PromptEncoding
+from omnibatch.step_state import PromptEncoding
 
 
 class FakeAdapter:

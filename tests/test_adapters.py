@@ -5,7 +5,7 @@ import torch
 
 import omnibatch as ob
 from omnibatch.request import OmniDiffusionRequest, OmniDiffusionSamplingParams
-from omnibatch.step_batch import StepRequestState
+from omnibatch.step_state import StepRequestState
 
 PROMPT, NEGATIVE = 'a sign that says "42"', "blurry"
 

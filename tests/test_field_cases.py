@@ -15,7 +15,8 @@ import omnibatch as ob
 from omnibatch.algorithms import training_fields
 from omnibatch.request import RequestAborted
 from omnibatch.sde import sample_step, schedule_coefficients
-from omnibatch.step_batch import StepBatch, StepRequestState
+from omnibatch.step_batch import StepBatch
+from omnibatch.step_state import StepRequestState
 
 PROMPT = 'a sign that says "42"'
 SHORT, LONG = "red sign", "a sign that says a lot of words " * 5

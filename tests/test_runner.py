@@ -5,7 +5,7 @@ import torch
 from fake_adapter import FakeAdapter
 
 import omnibatch as ob
-from omnibatch.step_batch import PromptEncoding
+from omnibatch.step_state import PromptEncoding
 from omnibatch.timeline import Timeline
 
 STEP = {"step_execution": True, "max_num_seqs": 8}

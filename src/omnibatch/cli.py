@@ -19,7 +19,7 @@ from omnibatch.prompt_files import Prompt, make_requests, read_prompts
 from omnibatch.recipes import Recipe, find_recipe
 from omnibatch.request import OmniDiffusionRequest, OmniDiffusionSamplingParams
 from omnibatch.sde import SDE_TYPES
-from omnibatch.step_batch import StepRequestState
+from omnibatch.step_state import StepRequestState
 
 # The SDE window is drawn among the first steps, where noise still changes what the picture shows.
 SDE_WINDOW_RANGE = (0, 5)

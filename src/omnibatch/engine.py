@@ -14,16 +14,10 @@ from omnibatch.adapters.base import RolloutAdapter
 from omnibatch.config import ExecutionMode, RolloutConfig
 from omnibatch.dispatch import missing_step_methods, require_mode, supported_modes
 from omnibatch.packed_forward import run_packed_forward
-from omnibatch.request import (
-    DiffusionOutput,
-    OmniDiffusionRequest,
-    RequestAborted,
-    RolloutError,
-    validate_request_id,
-)
+from omnibatch.request import DiffusionOutput, OmniDiffusionRequest, RequestAborted, RolloutError, validate_request_id
 from omnibatch.runner import LifecycleRunner
 from omnibatch.scheduler import RequestScheduler, StepScheduler
-from omnibatch.step_batch import StepRequestState
+from omnibatch.step_state import StepRequestState
 from omnibatch.timeline import Timeline
 
 

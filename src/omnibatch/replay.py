@@ -13,7 +13,8 @@ from omnibatch.algorithms import sde_arguments, training_fields
 from omnibatch.lora import requested_lora
 from omnibatch.request import DiffusionOutput, OmniDiffusionRequest
 from omnibatch.sde import SampledStep, sample_step, schedule_coefficients
-from omnibatch.step_batch import PromptEncoding, StepBatch, StepRequestState, pad_rows
+from omnibatch.step_batch import StepBatch, pad_rows
+from omnibatch.step_state import PromptEncoding, StepRequestState
 
 
 def replay_log_probs(

@@ -13,7 +13,8 @@ from omnibatch.adapters.base import RolloutAdapter
 from omnibatch.config import RolloutConfig
 from omnibatch.memory import activation_bytes_per_row, available_bytes
 from omnibatch.request import DiffusionOutput, OmniDiffusionRequest
-from omnibatch.step_batch import StepBatch, StepRequestState
+from omnibatch.step_batch import StepBatch
+from omnibatch.step_state import StepRequestState
 from omnibatch.timeline import Timeline, TimelineStep
 
 DEFAULT_DECODE_ROWS = 8

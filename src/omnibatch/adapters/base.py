@@ -8,24 +8,26 @@ flow-matching models; a model's file fills in what differs, in pipeline order: :
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
+from omnibatch.adapters.noise_schedules import NoiseSchedules
 from omnibatch.adapters.prompts import EncodingCache, given_embeddings, prompt_digest
 from omnibatch.algorithms import sde_arguments, validate_algorithm
 from omnibatch.lora import active_lora, lora_rows, lora_scales, requested_lora
 from omnibatch.request import DiffusionOutput, OmniDiffusionRequest, OmniDiffusionSamplingParams
 from omnibatch.request_batch import DiffusionRequestBatch
 from omnibatch.sde import sample_step, schedule_coefficients
-from omnibatch.step_batch import ForwardRows, PromptEncoding, StepBatch, StepRequestState
+from omnibatch.step_batch import ForwardRows, StepBatch
+from omnibatch.step_state import PromptEncoding, StepRequestState
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
+
+TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 
 
 class RolloutAdapter(ABC):
@@ -51,8 +53,10 @@ class RolloutAdapter(ABC):
     def __init__(self, pipeline: DiffusionPipeline, algorithm: str = "flow_grpo"):
         self.pipeline: Any = pipeline
         self.algorithm = validate_algorithm(algorithm)
+        # Asked for in every step, and walking the modules for it takes a while.
+        self._first_weight: tuple[Any, torch.Tensor] | None = None
+        self._schedules = NoiseSchedules()
         self._encodings = EncodingCache()
-        self._encoder_parameters: dict[torch.nn.Module, list[torch.nn.Parameter]] = {}
 
     @property
     def transformer(self) -> Any:
@@ -64,7 +68,10 @@ class RolloutAdapter(ABC):
 
     @property
     def _weight(self) -> torch.Tensor:
-        return next(self.transformer.parameters())
+        transformer = self.transformer
+        if self._first_weight is None or self._first_weight[0] is not transformer:
+            self._first_weight = transformer, next(transformer.parameters())
+        return self._first_weight[1]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -267,7 +274,8 @@ class RolloutAdapter(ABC):
         # A text stands for itself, so that a group's prompt is not even tokenized twice.
         prompt = value if isinstance(value, str) else self.prompt_tokens(request, prefix)
         return self._encodings.get(
-            (prompt, max_sequence_length, *self._text_encoder_versions()),
+            (prompt, max_sequence_length),
+            [getattr(self.pipeline, name, None) for name in TEXT_ENCODERS],
             lambda: self.encode_tokens(self.prompt_tokens(request, prefix), max_sequence_length),
         )
 
@@ -277,17 +285,6 @@ class RolloutAdapter(ABC):
         For changes of a text encoder that torch does not count: writing through ``.data``, adding modules.
         """
         self._encodings = EncodingCache()
-        self._encoder_parameters = {}
-
-    def _text_encoder_versions(self) -> Iterator[Hashable]:
-        """What changes when a text encoder is replaced or one of its parameters is written to."""
-        for name in ("text_encoder", "text_encoder_2", "text_encoder_3"):
-            module = getattr(self.pipeline, name, None)
-            if module is not None:
-                if module not in self._encoder_parameters:
-                    # Walking the modules of a large encoder takes longer than preparing a request.
-                    self._encoder_parameters[module] = list(module.parameters())
-                yield id(module), sum(parameter._version for parameter in self._encoder_parameters[module])
 
     @property
     def size_multiple(self) -> int:
@@ -315,22 +312,10 @@ class RolloutAdapter(ABC):
     def _noise_schedule(
         self, sampling: OmniDiffusionSamplingParams, height: int, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sigmas ``(T + 1,)`` and timesteps ``(T,)``, float32 on the CPU, from a copy of the model's scheduler.
-
-        The pipeline's own scheduler object keeps one step index for whoever used it last; a request must not share it.
-        """
-        scheduler = copy.copy(self.pipeline.scheduler)
+        """Sigmas ``(T + 1,)`` and timesteps ``(T,)``, float32 on the CPU."""
         steps = sampling.num_inference_steps
         sigmas = self.default_sigmas(steps) if sampling.sigmas is None else [float(s) for s in sampling.sigmas]
-        arguments: dict[str, Any] = {"num_inference_steps": steps} if sigmas is None else {"sigmas": sigmas}
-        shift = self.schedule_shift(height, width)
-        if shift is not None:
-            arguments["mu"] = shift
-        with np.errstate(invalid="ignore"):
-            scheduler.set_timesteps(device="cpu", **arguments)
-        if not torch.isfinite(scheduler.sigmas).all():
-            raise ValueError(f"num_inference_steps must be larger for this model's noise schedule, got {steps}")
-        return scheduler.sigmas, scheduler.timesteps
+        return self._schedules.get(self.pipeline.scheduler, steps, sigmas, self.schedule_shift(height, width))
 
     def _initial_latents(
         self,

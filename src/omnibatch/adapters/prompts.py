@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from omnibatch.request import OmniDiffusionRequest
-from omnibatch.step_batch import PromptEncoding
+from omnibatch.step_state import PromptEncoding
 
 
 class EncodingCache:
@@ -23,14 +23,33 @@ class EncodingCache:
     def __init__(self, num_recent: int = 8):
         self._in_flight: WeakValueDictionary[Hashable, PromptEncoding] = WeakValueDictionary()
         self._recent: deque[PromptEncoding] = deque(maxlen=num_recent)
+        self._parameters: dict[torch.nn.Module, list[torch.nn.Parameter]] = {}
 
-    def get(self, key: Hashable, encode: Callable[[], PromptEncoding]) -> PromptEncoding:
-        """The encoding under this key, made if it is not there."""
+    def get(
+        self,
+        prompt: Hashable,
+        text_encoders: Sequence[torch.nn.Module | None],
+        encode: Callable[[], PromptEncoding],
+    ) -> PromptEncoding:
+        """The encoding of a prompt, made if it is not there or if an encoder was replaced or written to since.
+
+        Args:
+            prompt: whatever it depends on besides the encoders.
+            text_encoders: the modules that ``encode`` runs.
+            encode: makes the encoding.
+        """
+        key = (prompt, *(self._version(encoder) for encoder in text_encoders if encoder is not None))
         encoding = self._in_flight.get(key)
         if encoding is None:
             encoding = self._in_flight[key] = encode()
         self._recent.append(encoding)
         return encoding
+
+    def _version(self, encoder: torch.nn.Module) -> Hashable:
+        if encoder not in self._parameters:
+            # Walking the modules of a large encoder takes longer than preparing a request.
+            self._parameters[encoder] = list(encoder.parameters())
+        return id(encoder), sum(parameter._version for parameter in self._parameters[encoder])
 
 
 def prompt_text(request: OmniDiffusionRequest, prefix: str = "", default: str | None = None) -> str:

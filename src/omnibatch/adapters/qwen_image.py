@@ -8,7 +8,8 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 from omnibatch.adapters.base import RolloutAdapter
 from omnibatch.adapters.prompts import given_token_ids, prompt_text
 from omnibatch.request import OmniDiffusionRequest
-from omnibatch.step_batch import ForwardRows, PromptEncoding
+from omnibatch.step_batch import ForwardRows
+from omnibatch.step_state import PromptEncoding
 
 
 class QwenImageAdapter(RolloutAdapter):

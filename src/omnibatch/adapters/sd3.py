@@ -9,7 +9,8 @@ from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import c
 from omnibatch.adapters.base import RolloutAdapter
 from omnibatch.adapters.prompts import given_embeddings, given_extra_token_ids, prompt_text
 from omnibatch.request import OmniDiffusionRequest
-from omnibatch.step_batch import ForwardRows, PromptEncoding
+from omnibatch.step_batch import ForwardRows
+from omnibatch.step_state import PromptEncoding
 
 
 class StableDiffusion3Adapter(RolloutAdapter):

@@ -78,7 +78,7 @@ def bare_loop(adapter: RolloutAdapter, prompts: list[str], images_per_prompt: in
     return ((images / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
 
 
-def measure_overhead(adapter: RolloutAdapter, repeats: int = 7) -> dict[str, float | str]:
+def measure_overhead(adapter: RolloutAdapter, repeats: int = 11) -> dict[str, float | str]:
     """Time the bare loop and both batching modes in turn, after one uncounted round.
 
     Returns:

@@ -1,0 +1,62 @@
+"""Noise schedules as the model's own scheduler makes them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+# Every request of a training step has the same one or two schedules.
+MAX_REMEMBERED = 64
+
+
+class NoiseSchedules:
+    """Makes schedules, and remembers the last ones."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def get(
+        self, scheduler: Any, num_inference_steps: int, sigmas: Sequence[float] | None, shift: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The schedule that a diffusers scheduler would set; the scheduler itself is left alone.
+
+        Its object keeps one step index for whoever used it last, which requests must not share.
+
+        Args:
+            scheduler: the pipeline's.
+            num_inference_steps: T.
+            sigmas: T noise levels to start from, or ``None`` for the scheduler's spacing.
+            shift: ``mu`` of a dynamically shifted schedule.
+
+        Returns:
+            Sigmas ``(T + 1,)`` and timesteps ``(T,)``, float32 on the CPU.
+
+        Raises:
+            ValueError: when the scheduler leaves the schedule undefined.
+        """
+        key = (id(scheduler), scheduler.shift, num_inference_steps, None if sigmas is None else tuple(sigmas), shift)
+        if key not in self._known:
+            if len(self._known) >= MAX_REMEMBERED:
+                self._known.clear()
+            self._known[key] = _make(copy.copy(scheduler), num_inference_steps, sigmas, shift)
+        return self._known[key]
+
+
+def _make(
+    scheduler: Any, num_inference_steps: int, sigmas: Sequence[float] | None, shift: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    arguments: dict[str, Any] = {"num_inference_steps": num_inference_steps} if sigmas is None else {"sigmas": sigmas}
+    if shift is not None:
+        arguments["mu"] = shift
+    # Stretching a single sigma to the terminal one divides zero by zero.
+    with np.errstate(invalid="ignore"):
+        scheduler.set_timesteps(device="cpu", **arguments)
+    if not torch.isfinite(scheduler.sigmas).all():
+        raise ValueError(
+            f"num_inference_steps must be larger for this model's noise schedule, got {num_inference_steps}"
+        )
+    return scheduler.sigmas, scheduler.timesteps
