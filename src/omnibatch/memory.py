@@ -19,7 +19,7 @@ def activation_bytes_per_row(adapter: Any, height: int, width: int, text_length:
     builds its score matrix needs more; the usual kernels do not.
 
     Args:
-        adapter: its ``transformer.config`` names the heads; ``size_multiple`` turns pixels into tokens.
+        adapter: its ``transformer.config`` names the heads; ``image_tokens`` turns pixels into tokens.
         height: in pixels.
         width: in pixels.
         text_length: text tokens of a row.
@@ -31,9 +31,8 @@ def activation_bytes_per_row(adapter: Any, height: int, width: int, text_length:
         True
     """
     config = adapter.transformer.config
-    image_tokens = (height // adapter.size_multiple) * (width // adapter.size_multiple)
     inner_width = config.num_attention_heads * config.attention_head_dim
-    return WIDEST_POINT * (image_tokens + text_length) * inner_width * adapter.dtype.itemsize
+    return WIDEST_POINT * (adapter.image_tokens(height, width) + text_length) * inner_width * adapter.dtype.itemsize
 
 
 def available_bytes(device: torch.device) -> int:

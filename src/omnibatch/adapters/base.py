@@ -2,7 +2,7 @@
 
 An adapter serves a model in every mode through four lifecycle methods. This base class writes them for
 flow-matching models; a model's file fills in what differs, in pipeline order: :meth:`~RolloutAdapter.prompt_tokens` and
-:meth:`~RolloutAdapter.encode_tokens`, :meth:`~RolloutAdapter.latent_shape` and :meth:`~RolloutAdapter.schedule_shift`,
+:meth:`~RolloutAdapter.encode_tokens`, :meth:`~RolloutAdapter.latent_shape` and :meth:`~RolloutAdapter.draw_latents`,
 :meth:`~RolloutAdapter.predict_velocity`, :meth:`~RolloutAdapter.guide`, :meth:`~RolloutAdapter.decode_latents`.
 """
 
@@ -107,10 +107,6 @@ class RolloutAdapter(ABC):
     def draw_latents(self, height: int, width: int, generator: torch.Generator) -> torch.Tensor:
         """One row's initial latents, float32, drawn as the diffusers pipeline draws them."""
         return torch.randn(self.latent_shape(height, width), generator=generator, device=generator.device)
-
-    def schedule_shift(self, height: int, width: int) -> float | None:
-        """The ``mu`` of a dynamically shifted schedule, or ``None`` for a static one."""
-        return None
 
     def default_sigmas(self, num_inference_steps: int) -> list[float] | None:
         """Sigmas the pipeline passes to its scheduler when the user gives none."""
@@ -291,6 +287,10 @@ class RolloutAdapter(ABC):
         """Pixels that height and width must be multiples of: the VAE's reduction times the patch size."""
         return self.pipeline.vae_scale_factor * 2
 
+    def image_tokens(self, height: int, width: int) -> int:
+        """Tokens that the transformer makes of a picture."""
+        return (height // self.size_multiple) * (width // self.size_multiple)
+
     def image_size(self, sampling: OmniDiffusionSamplingParams) -> tuple[int, int]:
         """Height and width in pixels: the request's, or the pipeline's defaults."""
         default = self.pipeline.default_sample_size * self.pipeline.vae_scale_factor
@@ -315,7 +315,7 @@ class RolloutAdapter(ABC):
         """Sigmas ``(T + 1,)`` and timesteps ``(T,)``, float32 on the CPU."""
         steps = sampling.num_inference_steps
         sigmas = self.default_sigmas(steps) if sampling.sigmas is None else [float(s) for s in sampling.sigmas]
-        return self._schedules.get(self.pipeline.scheduler, steps, sigmas, self.schedule_shift(height, width))
+        return self._schedules.get(self.pipeline.scheduler, steps, sigmas, self.image_tokens(height, width))
 
     def _initial_latents(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 
 from omnibatch.adapters.base import RolloutAdapter
 from omnibatch.adapters.prompts import given_token_ids, prompt_text
@@ -59,8 +58,7 @@ class QwenImageAdapter(RolloutAdapter):
     # Prepare.
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        pixels = self.size_multiple
-        return (height // pixels) * (width // pixels), self.transformer.config.in_channels
+        return self.image_tokens(height, width), self.transformer.config.in_channels
 
     def draw_latents(self, height: int, width: int, generator: torch.Generator) -> torch.Tensor:
         channels = self.transformer.config.in_channels // 4
@@ -70,16 +68,6 @@ class QwenImageAdapter(RolloutAdapter):
 
     def default_sigmas(self, num_inference_steps: int) -> list[float] | None:
         return torch.linspace(1.0, 1 / num_inference_steps, num_inference_steps, dtype=torch.float64).tolist()
-
-    def schedule_shift(self, height: int, width: int) -> float | None:
-        config = self.pipeline.scheduler.config
-        return calculate_shift(
-            self.latent_shape(height, width)[0],
-            config.get("base_image_seq_len", 256),
-            config.get("max_image_seq_len", 4096),
-            config.get("base_shift", 0.5),
-            config.get("max_shift", 1.15),
-        )
 
     # Denoise.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
 
 from omnibatch.adapters.base import RolloutAdapter
 from omnibatch.adapters.prompts import given_embeddings, given_extra_token_ids, prompt_text
@@ -86,18 +85,6 @@ class StableDiffusion3Adapter(RolloutAdapter):
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         reduction = self.pipeline.vae_scale_factor
         return self.transformer.config.in_channels, height // reduction, width // reduction
-
-    def schedule_shift(self, height: int, width: int) -> float | None:
-        config = self.pipeline.scheduler.config
-        if not config.get("use_dynamic_shifting"):
-            return None
-        return calculate_shift(
-            (height // self.size_multiple) * (width // self.size_multiple),
-            config.get("base_image_seq_len", 256),
-            config.get("max_image_seq_len", 4096),
-            config.get("base_shift", 0.5),
-            config.get("max_shift", 1.16),
-        )
 
     # Denoise.
 
