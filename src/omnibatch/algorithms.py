@@ -9,17 +9,15 @@ and ``dpo`` sample the ODE and read the clean latents.
 from __future__ import annotations
 
 import json
-import math
-import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from omnibatch.request import DiffusionOutput
+from omnibatch.request import DiffusionOutput, is_finite, is_integer
 from omnibatch.request_batch import sample_per_sample_sde_windows
-from omnibatch.sde import SDE_TYPES
+from omnibatch.sde import NOISE_LEVELS, SDE_TYPES, is_noise_level
 
 # The sampler that each algorithm takes unless told otherwise; None is the ODE, and nothing else.
 DEFAULT_SDE_TYPES: dict[str, str | None] = {
@@ -111,13 +109,13 @@ def sde_arguments(
         ValueError: naming the field, its value and what would be right.
     """
     known = EXTRA_ARGS + (MIX_GRPO_ARGS if algorithm == "mix_grpo" else ())
-    unknown = sorted(set(extra_args) - set(known))
+    unknown = sorted(set(extra_args) - set(known), key=str)
     if unknown:
         raise ValueError(f"extra_args has no field {unknown[0]!r} for {algorithm}; known are {', '.join(known)}")
     default_sde_type = DEFAULT_SDE_TYPES[algorithm]
     noise_level = extra_args.get("noise_level", 0.0 if default_sde_type is None else 0.7)
-    if not (isinstance(noise_level, (int, float)) and math.isfinite(noise_level) and noise_level >= 0):
-        raise ValueError(f"noise_level must be a finite number of at least 0, got {noise_level!r}")
+    if not is_finite(noise_level) or not is_noise_level(float(noise_level)):
+        raise ValueError(f"noise_level must be {NOISE_LEVELS}, got {noise_level!r}")
     if default_sde_type is None and noise_level > 0:
         raise ValueError(f"noise_level must be 0 for {algorithm}, which samples the ODE, got {noise_level!r}")
     sde_type = extra_args.get("sde_type", default_sde_type or "sde")
@@ -129,7 +127,7 @@ def sde_arguments(
             raise ValueError(f"{name} must be true or false, got {value!r}")
     size = extra_args.get("sde_window_size")
     low, high = _window_range(extra_args.get("sde_window_range"), num_timesteps)
-    if size is not None and not (isinstance(size, int) and 1 <= size <= high - low):
+    if size is not None and not (is_integer(size) and 1 <= size <= high - low):
         raise ValueError(
             f"sde_window_size must be an integer from 1 to the length of sde_window_range [{low}, {high}], got {size!r}"
         )
@@ -139,10 +137,10 @@ def sde_arguments(
         window_seed, shift = _window_seed(extra_args, seed, group_seed), None
     if shift is not None and size is not None:
         start = low + shift % (high - low - size + 1)
-        window = (start, start + size)
+        window = (start, start + int(size))
     else:
         window = sample_per_sample_sde_windows(
-            sde_window_size=size,
+            sde_window_size=None if size is None else int(size),
             sde_window_range=(low, high),
             num_timesteps=num_timesteps,
             batch_size=1,
@@ -186,7 +184,7 @@ def _window_seed(extra_args: Mapping[str, Any], seed: int, group_seed: int) -> i
     scope, shared_seed = extra_args.get("sde_window_scope", "request"), extra_args.get("sde_window_seed", 0)
     if scope not in WINDOW_SCOPES:
         raise ValueError(f"sde_window_scope must be one of {', '.join(WINDOW_SCOPES)}, got {scope!r}")
-    if not isinstance(shared_seed, int) or not 0 <= shared_seed < 2**62:
+    if not is_integer(shared_seed) or not 0 <= shared_seed < 2**62:
         raise ValueError(f"sde_window_seed must be an integer from 0 to 2**62 - 1, got {shared_seed!r}")
     return {"request": seed, "group": group_seed ^ shared_seed, "all": shared_seed}[scope]
 
@@ -199,7 +197,7 @@ def _mix_grpo_schedule(extra_args: Mapping[str, Any]) -> tuple[int, int | None]:
     smallest_of = {"sde_window_seed": 0, "global_steps": 0, "iters_per_group": 1}
     values = {name: extra_args.get(name, smallest) for name, smallest in smallest_of.items()}
     for name, smallest in smallest_of.items():
-        if not isinstance(values[name], int) or not smallest <= values[name] < 2**61:
+        if not is_integer(values[name]) or not smallest <= values[name] < 2**61:
             raise ValueError(f"{name} must be an integer of at least {smallest}, got {values[name]!r}")
     moved = values["global_steps"] // values["iters_per_group"] if strategy == "progressive" else None
     return values["sde_window_seed"] + values["global_steps"], moved
@@ -219,7 +217,6 @@ def _window_range(value: Any, num_timesteps: int) -> tuple[int, int]:
         low, high = value
     except (TypeError, ValueError):
         raise ValueError(message) from None
-    integers = all(isinstance(bound, numbers.Integral) and not isinstance(bound, bool) for bound in (low, high))
-    if not integers or not 0 <= low < high <= num_timesteps:
+    if not (is_integer(low) and is_integer(high)) or not 0 <= low < high <= num_timesteps:
         raise ValueError(message)
     return int(low), int(high)

@@ -34,6 +34,7 @@ class AsyncRolloutEngine:
         self._pending: dict[str, Future[DiffusionOutput]] = {}
         self._stopping = False
         self._failure: BaseException | None = None
+        self._released: threading.Event | None = None
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._work, name="omnibatch", daemon=True)
         self._thread.start()
@@ -65,24 +66,31 @@ class AsyncRolloutEngine:
         """As :meth:`RolloutEngine.update_weights`; requests awaited meanwhile run afterwards.
 
         Raises:
-            RuntimeError: when the engine is closed.
+            RuntimeError: when the engine is closed, or the weights are being updated already.
         """
         ready: Future[None] = Future()
         released = threading.Event()
+        with self._lock:
+            if self._released is not None:
+                raise RuntimeError("the weights are being updated already")
+            self._released = released
 
         def update() -> None:
+            if not ready.set_running_or_notify_cancel():
+                return
             with self._engine.update_weights(abort_running=abort_running):
                 # Whoever awaits what has just ended may do so within the context.
                 self._deliver(self._engine.step())
                 ready.set_result(None)
                 released.wait()
 
-        self._command(update)
         try:
+            self._command(update)
             await asyncio.wrap_future(ready)
             yield
         finally:
             released.set()
+            self._released = None
 
     def close(self) -> None:
         """End everything in flight with an error and stop the thread."""
@@ -90,6 +98,8 @@ class AsyncRolloutEngine:
             if not self._stopping:
                 self._stopping = True
                 self._commands.put(lambda: None)
+            if self._released is not None:
+                self._released.set()
         self._thread.join()
 
     def _command(self, command: Callable[[], None]) -> None:
@@ -110,6 +120,8 @@ class AsyncRolloutEngine:
     def _abort(self, request_id: str, future: Future[DiffusionOutput]) -> None:
         if self._pending.get(request_id) is future:
             self._engine.abort(request_id)
+            # At once, so that the id is free for another try.
+            self._deliver(self._engine.take_ended())
 
     def _work(self) -> None:
         try:

@@ -88,8 +88,8 @@ class RolloutConfig:
         front if that is how it is typed.
 
         Raises:
-            ValueError: naming the key that is unknown, has a value of a wrong type, or is given twice with different
-                values.
+            ValueError: naming the key that is unknown, has a value of a wrong type, or contradicts another spelling of
+                the same knob. Of one spelling given twice the last wins, as in Hydra.
 
         Example:
             >>> RolloutConfig.from_overrides([

@@ -14,7 +14,14 @@ from omnibatch.adapters.base import RolloutAdapter
 from omnibatch.config import ExecutionMode, RolloutConfig
 from omnibatch.dispatch import missing_step_methods, require_mode, supported_modes
 from omnibatch.packed_forward import run_packed_forward
-from omnibatch.request import DiffusionOutput, OmniDiffusionRequest, RequestAborted, RolloutError, validate_request_id
+from omnibatch.request import (
+    DiffusionOutput,
+    OmniDiffusionRequest,
+    RequestAborted,
+    RolloutError,
+    is_integer,
+    validate_request_id,
+)
 from omnibatch.runner import LifecycleRunner
 from omnibatch.scheduler import RequestScheduler, StepScheduler
 from omnibatch.step_state import StepRequestState
@@ -69,6 +76,7 @@ class RolloutEngine:
         self._waiting: dict[str, tuple[OmniDiffusionRequest, float]] = {}
         self._running: dict[str, StepRequestState] = {}
         self._ended: dict[str, DiffusionOutput] = {}
+        self._claimed: set[str] = set()
         self.weights_version = 0
         self._steps_done = 0
         self._closed = self._paused = False
@@ -81,8 +89,8 @@ class RolloutEngine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a submitted request's output has not been returned yet."""
-        return self.scheduler.has_unfinished or bool(self._ended)
+        """Whether a request is in flight, or has an output that nobody has taken and no stream waits for."""
+        return self.scheduler.has_unfinished or bool(self._ended.keys() - self._claimed)
 
     def submit(self, request: OmniDiffusionRequest) -> str:
         """Queue a request and return its id. What is wrong with it shows in its output, not here.
@@ -92,6 +100,8 @@ class RolloutEngine:
             RuntimeError: when the engine is closed.
         """
         self._require_open()
+        if not isinstance(request, OmniDiffusionRequest):
+            raise ValueError(f"a request must be an OmniDiffusionRequest, got {type(request).__name__}")
         validate_request_id(request.request_id)
         if request.request_id in self._ended:
             raise ValueError(f"request_id {request.request_id!r} is already in flight: its output was not taken yet")
@@ -114,7 +124,11 @@ class RolloutEngine:
         """Admit what may start, run one denoising step of everything in flight, and return what ended."""
         time.sleep(self.wait_seconds())
         self._tick()
-        return self._take(list(self._ended))
+        return self.take_ended()
+
+    def take_ended(self) -> list[DiffusionOutput]:
+        """Outputs that have ended and that no stream waits for, without running anything."""
+        return self._take([request_id for request_id in self._ended if request_id not in self._claimed])
 
     def stream(
         self,
@@ -209,14 +223,17 @@ class RolloutEngine:
         requests = list(requests)
         place_of: dict[str, int] = {}
         refused = []
-        for place, request in enumerate(requests):
-            try:
-                place_of[self.submit(request)] = place
-            except ValueError as error:
-                refused.append((place, DiffusionOutput(str(request.request_id), error=error)))
         before = self._steps_done
-        total = sum(_num_steps(requests[place]) for place in place_of.values())
         try:
+            for place, request in enumerate(requests):
+                try:
+                    request_id = self.submit(request)
+                    place_of[request_id] = place
+                    self._claimed.add(request_id)
+                except ValueError as error:
+                    name = str(getattr(request, "request_id", place))
+                    refused.append((place, DiffusionOutput(name, error=error)))
+            total = sum(_num_steps(requests[place]) for place in place_of.values())
             yield from refused
             with tqdm(total=total, unit="step", disable=not progress, desc="denoising") as bar:
                 while place_of:
@@ -238,6 +255,7 @@ class RolloutEngine:
             for request_id in place_of:
                 self.abort(request_id)
             self._take([request_id for request_id in place_of if request_id in self._ended])
+            self._claimed -= place_of.keys()
 
     def _tick(self) -> None:
         if not self._paused:
@@ -288,6 +306,7 @@ class RolloutEngine:
             raise RuntimeError("the engine is closed")
 
     def _take(self, request_ids: list[str]) -> list[DiffusionOutput]:
+        self._claimed -= set(request_ids)
         return [self._ended.pop(request_id) for request_id in request_ids]
 
     def _fail(self, request_id: str, error: Exception) -> None:
@@ -305,8 +324,11 @@ class RolloutEngine:
     def _shape_key(self, request: OmniDiffusionRequest) -> Hashable:
         try:
             if hasattr(self.adapter, "shape_key"):
-                return self.adapter.shape_key(request)
-            return request.sampling_params.height, request.sampling_params.width
+                key = self.adapter.shape_key(request)
+            else:
+                key = request.sampling_params.height, request.sampling_params.width
+            hash(key)
+            return key
         except Exception:
             # The request is malformed; preparing it will say how, in its own output.
             return None
@@ -324,5 +346,5 @@ class RolloutEngine:
 
 
 def _num_steps(request: OmniDiffusionRequest) -> int:
-    steps = request.sampling_params.num_inference_steps
-    return steps if isinstance(steps, int) else 0
+    steps = getattr(request.sampling_params, "num_inference_steps", 0)
+    return int(steps) if is_integer(steps) else 0

@@ -35,12 +35,15 @@ def requested_lora(transformer: Any, sampling: OmniDiffusionSamplingParams) -> d
     scale = 1.0 if sampling.lora_scale is None else float(sampling.lora_scale)
     known = list(getattr(transformer, "peft_config", {}))
     if sampling.lora_request is None:
-        return dict.fromkeys(active_lora(transformer), scale)
+        active = active_lora(transformer)
+        _require_plain(transformer, active)
+        return dict.fromkeys(active, scale)
     if sampling.lora_request not in known:
         raise ValueError(
             f"lora_request {sampling.lora_request!r} is not an adapter of the transformer, "
             f"which has {', '.join(map(repr, known)) or 'none'}"
         )
+    _require_plain(transformer, [sampling.lora_request, *active_lora(transformer)])
     return {sampling.lora_request: scale}
 
 
@@ -59,7 +62,8 @@ def lora_scales(
     if all(row is None for row in rows):
         return None
     resolved = [dict.fromkeys(active, 1.0) if row is None else row for row in rows]
-    names = sorted({name for row in resolved for name in row})
+    # Sums are made in the order in which PEFT makes them, so that a row keeps its bits beside others.
+    names = [*active, *sorted({name for row in resolved for name in row} - set(active))]
     return {name: torch.tensor([row.get(name, 0.0) for row in resolved], device=device) for name in names}
 
 
@@ -83,7 +87,9 @@ def lora_rows(transformer: Any, scales: Mapping[str, torch.Tensor] | None) -> It
         for name, scale in scales.items():
             if name in layer.lora_A:
                 update = _update(layer, name, args[0])
-                result = result + update * scale.to(update.dtype).view(-1, *[1] * (update.dim() - 1))
+                per_row = scale.to(update.dtype).view(-1, *[1] * (update.dim() - 1))
+                # Not a multiplication by 0: a broken adapter must not reach rows that do not use it.
+                result = torch.where(per_row != 0, result + update * per_row, result)
         return result.to(output.dtype)
 
     handles = []
@@ -95,6 +101,18 @@ def lora_rows(transformer: Any, scales: Mapping[str, torch.Tensor] | None) -> It
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _require_plain(transformer: Any, names: Sequence[str]) -> None:
+    """Raise a ``ValueError`` where PEFT's layers do more than add a plain LoRA's update."""
+    for layer in _lora_layers(transformer):
+        if layer.merged:
+            raise ValueError(
+                "lora_request cannot be used while LoRA weights are merged into the transformer: unfuse them"
+            )
+        for name in names:
+            if name in layer.lora_variant:
+                raise ValueError(f"lora_request cannot be used with adapter {name!r}, which is not a plain LoRA")
 
 
 def _lora_layers(transformer: torch.nn.Module) -> list[Any]:

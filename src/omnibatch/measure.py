@@ -90,7 +90,8 @@ def measure(
     Args:
         adapter: what runs the model.
         requests: a small sample of what will be run; a few times the largest capacity tells most.
-        capacities: requests at a time; those beyond the number of requests are left out.
+        capacities: requests at a time; those beyond the number of requests are left out, and with
+            none left all requests at a time are tried.
         repeats: counted rounds, of which the median is taken.
         cache: a JSON file. What it holds for this model, device, data type and latent shape is returned instead of
             measuring; what is measured is added.
@@ -107,7 +108,8 @@ def measure(
         return _from_json(known[key])
     rows_per_request = max(request.sampling_params.num_outputs_per_prompt for request in requests)
     candidates = [RolloutConfig()]
-    for capacity in sorted(capacity for capacity in capacities if capacity <= len(requests)):
+    fitting = [capacity for capacity in capacities if capacity <= len(requests)] or [len(requests)]
+    for capacity in sorted(fitting):
         for mode in supported_modes(adapter):
             if mode is not ExecutionMode.SERIAL:
                 rows = capacity * rows_per_request

@@ -53,7 +53,7 @@ def split_diffusion_output_by_request(
     """
     requests = [req] if isinstance(req, OmniDiffusionRequest) else req.requests
     counts = num_outputs_per_prompt
-    counts = [counts] * len(requests) if isinstance(counts, int) else list(counts)
+    counts = list(counts) if isinstance(counts, Sequence) else [int(counts)] * len(requests)
     if len(counts) != len(requests):
         raise ValueError(f"num_outputs_per_prompt must hold {len(requests)} numbers, got {len(counts)}")
     total = sum(counts)

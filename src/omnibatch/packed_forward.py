@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,6 +37,4 @@ def run_packed_forward(adapter: Any, requests: Sequence[OmniDiffusionRequest]) -
         result = split_diffusion_output_by_request(result, batch, num_outputs_per_prompt=counts)
     if len(result) != len(requests):
         raise ValueError(f"forward() must return an output per request, {len(requests)}, got {len(result)}")
-    for request, output in zip(requests, result):
-        output.request_id = request.request_id
-    return result
+    return [replace(output, request_id=request.request_id) for request, output in zip(requests, result)]

@@ -129,6 +129,8 @@ def _replay(
     adapter: RolloutAdapter, outputs: Sequence[DiffusionOutput], micro_batch_size: int | None, requires_grad: bool
 ) -> list[list[SampledStep]]:
     """Each output's window, a step after the other."""
+    if micro_batch_size is not None and micro_batch_size < 1:
+        raise ValueError(f"micro_batch_size must be a positive integer, got {micro_batch_size!r}")
     results: list[list[SampledStep]] = [[] for _ in outputs]
     by_shape: dict[Any, list[tuple[int, int, StepRequestState]]] = {}
     for index, output in enumerate(outputs):

@@ -7,7 +7,7 @@ import math
 import numbers
 import secrets
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,8 @@ class OmniDiffusionSamplingParams:
         num_outputs_per_prompt: how many pictures the request makes.
         seed: noise of output ``i`` comes from a CPU generator seeded ``seed + i``; ``None`` draws a seed,
             which the output reports.
-        generator: generators to draw from instead, one, or one per output.
+        generator: generators to draw from instead, one, or one per output; each serves one request, since its stream
+            goes on with every draw.
         latents: initial latents, float ``(num_outputs_per_prompt, ...)`` in the model's latent layout.
         max_sequence_length: longest prompt in text tokens.
         output_type: ``"latent"`` leaves out the decoding, ``"image"`` and ``"both"`` do it; the output has the latents
@@ -74,9 +75,9 @@ class OmniDiffusionSamplingParams:
                 _require_positive_integer(name, getattr(self, name))
         for name in ("guidance_scale", "true_cfg_scale", "lora_scale"):
             value = getattr(self, name)
-            if value is not None and not (_is_real(value) and math.isfinite(value)):
+            if value is not None and not is_finite(value):
                 raise ValueError(f"{name} must be a finite number, got {value!r}")
-        if self.seed is not None and not (_is_integer(self.seed) and 0 <= self.seed <= MAX_SEED):
+        if self.seed is not None and not (is_integer(self.seed) and 0 <= self.seed <= MAX_SEED):
             raise ValueError(f"seed must be an integer from 0 to 2**63 - 1, got {self.seed!r}")
         if self.output_type not in OUTPUT_TYPES:
             raise ValueError(f"output_type must be one of {', '.join(OUTPUT_TYPES)}, got {self.output_type!r}")
@@ -86,6 +87,12 @@ class OmniDiffusionSamplingParams:
             raise ValueError(f"extra_args must be a dict, got {type(self.extra_args).__name__}")
         if self.sigmas is not None:
             self._validate_sigmas()
+        if self.latents is not None and not isinstance(self.latents, torch.Tensor):
+            raise ValueError(f"latents must be a tensor, got {type(self.latents).__name__}")
+        generators = self.generator if isinstance(self.generator, (list, tuple)) else [self.generator]
+        strange = [generator for generator in generators if not isinstance(generator, torch.Generator)]
+        if self.generator is not None and strange:
+            raise ValueError(f"generator must be a torch.Generator or a list of them, got {strange[0]!r}")
         if isinstance(self.generator, Sequence) and len(self.generator) != self.num_outputs_per_prompt:
             raise ValueError(
                 f"generator must be one generator or one per output (num_outputs_per_prompt = "
@@ -93,7 +100,11 @@ class OmniDiffusionSamplingParams:
             )
 
     def _validate_sigmas(self) -> None:
-        sigmas = [float(sigma) for sigma in self.sigmas or ()]
+        assert self.sigmas is not None
+        try:
+            sigmas = [float(sigma) for sigma in self.sigmas]
+        except (TypeError, ValueError):
+            raise ValueError(f"sigmas must be numbers, got {self.sigmas!r}") from None
         if len(sigmas) != self.num_inference_steps:
             raise ValueError(
                 f"sigmas must hold num_inference_steps = {self.num_inference_steps} values, got {len(sigmas)}"
@@ -114,7 +125,7 @@ class OmniDiffusionSamplingParams:
         if self.generator is not None:
             seeds = [int(torch.randint(2**62, (1,), generator=self.generator)) for _ in range(count - 1)]
             return [self.generator] + [torch.Generator().manual_seed(seed) for seed in seeds]
-        first = secrets.randbelow(2**31) if self.seed is None else self.seed
+        first = secrets.randbelow(2**31) if self.seed is None else int(self.seed)
         return [torch.Generator().manual_seed(first + index) for index in range(count)]
 
 
@@ -150,6 +161,9 @@ class OmniDiffusionRequest:
         validate_request_id(self.request_id)
         if not isinstance(self.prompt, (str, dict)):
             raise ValueError(f"prompt must be a string or a dict, got {type(self.prompt).__name__}")
+        if not isinstance(self.sampling_params, OmniDiffusionSamplingParams):
+            given = type(self.sampling_params).__name__
+            raise ValueError(f"sampling_params must be OmniDiffusionSamplingParams, got {given}")
         self.sampling_params.validate()
 
     def prompt_field(self, *names: str) -> Any:
@@ -239,7 +253,10 @@ def prompt_field(prompt: str | dict[str, Any], *names: str) -> Any:
     """The first of these fields that a prompt holds, itself or in ``additional_information``, or ``None``."""
     if isinstance(prompt, str):
         return prompt if "prompt" in names else None
-    for holder in (prompt, prompt.get("additional_information") or {}):
+    additional = prompt.get("additional_information") or {}
+    if not isinstance(additional, Mapping):
+        raise ValueError(f"additional_information must be a dict, got {type(additional).__name__}")
+    for holder in (prompt, additional):
         for name in names:
             if holder.get(name) is not None:
                 return holder[name]
@@ -252,14 +269,21 @@ def validate_request_id(request_id: Any) -> None:
         raise ValueError(f"request_id must be a non-empty string, got {request_id!r}")
 
 
-def _is_integer(value: Any) -> bool:
+def is_integer(value: Any) -> bool:
+    """Whether it is an integer of any library, and no truth value."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def _is_real(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+def is_finite(value: Any) -> bool:
+    """Whether it is a finite real number of any library, and no truth value."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(float(value))
+    except OverflowError:
+        return False
 
 
 def _require_positive_integer(name: str, value: Any) -> None:
-    if not (_is_integer(value) and value > 0):
+    if not (is_integer(value) and value > 0):
         raise ValueError(f"{name} must be a positive integer, got {value!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -158,7 +159,8 @@ def collate_prompt_rows(
     length = max(lengths) if target_len is None else target_len
     if max(lengths) > length:
         raise ValueError(f"{field_name} must have at most target_len = {length} values a row, got {max(lengths)}")
-    collated = torch.full((len(rows), length), pad_value, dtype=rows[0].dtype, device=device)
+    dtype = reduce(torch.promote_types, (row.dtype for row in rows))
+    collated = torch.full((len(rows), length), pad_value, dtype=dtype, device=device)
     for index, row in enumerate(rows):
         collated[index, slice(len(row)) if pad_side == "right" else slice(length - len(row), length)] = row
     return collated, lengths
@@ -250,6 +252,8 @@ def sample_per_sample_sde_windows(
     if sde_window_size is None:
         return [(0, max(num_timesteps - 1, 0))] * batch_size
     low, high = sde_window_range
+    if not 0 <= low < high <= num_timesteps:
+        raise ValueError(f"sde_window_range must lie within the {num_timesteps} steps, got [{low}, {high}]")
     if not 1 <= sde_window_size <= high - low:
         raise ValueError(
             f"sde_window_size must be from 1 to the length of sde_window_range [{low}, {high}], got {sde_window_size}"

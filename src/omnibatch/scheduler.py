@@ -46,8 +46,8 @@ class StepScheduler:
         """
         if request_id in self._key_of:
             raise ValueError(f"request_id {request_id!r} is already in flight")
-        self._key_of[request_id] = key
         self._waiting.setdefault(key, OrderedDict())[request_id] = self._arrivals
+        self._key_of[request_id] = key
         self._arrivals += 1
 
     def schedule(self) -> list[str]:

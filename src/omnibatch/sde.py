@@ -20,6 +20,15 @@ import torch
 
 SDE_TYPES = ("sde", "cps", "dance_sde")
 
+# Beyond these, log-probs do not fit into float32.
+SMALLEST_NOISE, LARGEST_NOISE = 1e-4, 100.0
+NOISE_LEVELS = "0 or a number from 1e-4 to 100"
+
+
+def is_noise_level(value: float) -> bool:
+    """Whether a step can be taken with this much noise."""
+    return value == 0 or SMALLEST_NOISE <= value <= LARGEST_NOISE
+
 
 @dataclass(frozen=True)
 class StepCoefficients:
@@ -60,8 +69,8 @@ def step_coefficients(
     """
     if sde_type not in SDE_TYPES:
         raise ValueError(f"sde_type must be one of {', '.join(SDE_TYPES)}, got {sde_type!r}")
-    if not (math.isfinite(noise_level) and noise_level >= 0):
-        raise ValueError(f"noise_level must be a finite number of at least 0, got {noise_level!r}")
+    if not is_noise_level(noise_level):
+        raise ValueError(f"noise_level must be {NOISE_LEVELS}, got {noise_level!r}")
     if not 0 <= next_sigma < sigma <= 1:
         raise ValueError(f"sigmas must fall within [0, 1], got a step from {sigma!r} to {next_sigma!r}")
     dt = next_sigma - sigma

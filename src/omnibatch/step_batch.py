@@ -101,7 +101,7 @@ class StepBatch:
                     state.trajectory_log_probs.append(log_prob)
             state.latents = latents
             state.step_index += 1
-            if len(latents) < state.num_outputs and (state.in_window or state.denoise_completed):
+            if state.must_branch:
                 state.branch()
 
     def draw_noise(self) -> torch.Tensor | None:

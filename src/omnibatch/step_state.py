@@ -20,6 +20,12 @@ class PromptEncoding:
     prompt_embeds_mask: torch.Tensor | None = None
     pooled_prompt_embeds: torch.Tensor | None = None
 
+    def cut(self, length: int) -> PromptEncoding:
+        """At most this many tokens, as diffusers cuts masked text; unmasked text has its length for a reason."""
+        if self.prompt_embeds_mask is None or len(self.prompt_embeds) <= length:
+            return self
+        return PromptEncoding(self.prompt_embeds[:length], self.prompt_embeds_mask[:length], self.pooled_prompt_embeds)
+
 
 @dataclass(eq=False)
 class StepRequestState:
@@ -118,6 +124,12 @@ class StepRequestState:
         """
         return self.image_size, tuple(self.latents.shape[1:])
 
+    @property
+    def must_branch(self) -> bool:
+        """Whether outputs that share a row reach their window, and need rows of their own."""
+        reached = self.step_index >= self.sde_window[0] or self.denoise_completed
+        return len(self.latents) < self.num_outputs and reached
+
     def branch(self) -> None:
         """Give each output a row of its own; until now they shared one."""
         self.shared_steps = self.step_index
@@ -125,7 +137,8 @@ class StepRequestState:
 
     def to_output(self) -> DiffusionOutput:
         """The finished request's result, on the CPU."""
-        latents = self.latents.cpu()
+        # Clones, so that whoever edits an output edits nothing that other requests share.
+        latents = self.latents.to("cpu", copy=True)
         start, end = self.sde_window
         log_probs = torch.stack(self.trajectory_log_probs, dim=1).cpu() if self.trajectory_log_probs else None
         return DiffusionOutput(
@@ -135,8 +148,8 @@ class StepRequestState:
             trajectory_latents=torch.stack(self.trajectory_latents, dim=1).cpu(),
             trajectory_log_probs=log_probs,
             trajectory_timesteps=self.timesteps[start:end].repeat(self.num_outputs, 1),
-            timesteps=self.timesteps,
-            sigmas=self.sigmas,
+            timesteps=self.timesteps.clone(),
+            sigmas=self.sigmas.clone(),
             sde_window=self.sde_window,
             **self._per_output(self.prompt_encoding),
             **self._per_output(self.negative_encoding, "negative_"),
@@ -153,7 +166,7 @@ class StepRequestState:
         """The encoding's tensors, one row per output, on the CPU, keyed by their names."""
         fields = {} if encoding is None else vars(encoding)
         return {
-            prefix + name: tensor.cpu().expand(self.num_outputs, *tensor.shape)
+            prefix + name: tensor.cpu().expand(self.num_outputs, *tensor.shape).clone()
             for name, tensor in fields.items()
             if tensor is not None
         }

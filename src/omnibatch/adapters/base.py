@@ -170,7 +170,7 @@ class RolloutAdapter(ABC):
             state.negative_encoding = self.encode_prompt(request, max_sequence_length, "negative_")
         state.lora = requested_lora(self.transformer, sampling)
         state.latents = self._initial_latents(sampling, height, width, state.generators, arguments.shared_noise)
-        if len(state.latents) < state.num_outputs and state.in_window:
+        if state.must_branch:
             state.branch()
 
     def denoise_step(self, input_batch: StepBatch) -> torch.Tensor:
@@ -264,7 +264,7 @@ class RolloutAdapter(ABC):
         """
         given = self.given_embeddings(request, prefix)
         if given is not None:
-            return given
+            return given.cut(max_sequence_length)
         names = ("prompt_token_ids", "prompt_ids", "extra_prompt_ids", "prompt")
         value = request.prompt_field(*(prefix + name for name in names))
         # A text stands for itself, so that a group's prompt is not even tokenized twice.
@@ -327,7 +327,9 @@ class RolloutAdapter(ABC):
     ) -> torch.Tensor:
         """Rows ``(n, ...)``; one row when the outputs share it."""
         if sampling.latents is None:
-            if shared:
+            if shared and sampling.generator is not None:
+                generators = generators[:1]
+            elif shared:
                 # A generator beside the first output's own, so that all outputs' streams start alike.
                 generators = [torch.Generator().manual_seed(generators[0].initial_seed())]
             rows = [self.draw_latents(height, width, generator) for generator in generators]
@@ -335,4 +337,6 @@ class RolloutAdapter(ABC):
         shape = (1 if shared else sampling.num_outputs_per_prompt, *self.latent_shape(height, width))
         if tuple(sampling.latents.shape) != shape:
             raise ValueError(f"latents must have the shape {shape}, got {tuple(sampling.latents.shape)}")
+        if not torch.isfinite(sampling.latents).all():
+            raise ValueError("latents must be finite")
         return sampling.latents.detach().to(self.device, torch.float32, copy=True)

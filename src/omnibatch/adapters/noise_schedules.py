@@ -17,7 +17,8 @@ class NoiseSchedules:
     """Makes schedules, and remembers the last ones."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
+        # With the scheduler beside each, since an id means its object only as long as that is alive.
+        self._known: dict[Hashable, tuple[Any, torch.Tensor, torch.Tensor]] = {}
 
     def get(
         self, scheduler: Any, num_inference_steps: int, sigmas: Sequence[float] | None, image_tokens: int
@@ -43,8 +44,8 @@ class NoiseSchedules:
         if key not in self._known:
             if len(self._known) >= MAX_REMEMBERED:
                 self._known.clear()
-            self._known[key] = _make(copy.copy(scheduler), num_inference_steps, sigmas, shift)
-        return self._known[key]
+            self._known[key] = scheduler, *_make(copy.copy(scheduler), num_inference_steps, sigmas, shift)
+        return self._known[key][1:]
 
 
 def dynamic_shift(config: Mapping[str, Any], image_tokens: int) -> float | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -114,6 +115,8 @@ def given_extra_token_ids(
         if request.prompt_field(f"{prefix}prompt_token_ids", f"{prefix}prompt_ids") is not None:
             raise ValueError(f"{name} is missing: this model needs token ids for each of {', '.join(tokenizers)}")
         return None
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} must be a dict of ids per tokenizer, got {type(value).__name__}")
     for tokenizer in tokenizers:
         if value.get(tokenizer) is None:
             raise ValueError(f"{name} lacks the ids of {tokenizer!r}, it has {', '.join(map(repr, value)) or 'none'}")
@@ -139,17 +142,17 @@ def given_embeddings(
     embeds = request.prompt_field(name)
     if embeds is None:
         return None
-    embeds = torch.as_tensor(embeds)
+    embeds = _finite_tensor(embeds, name)
     embeds = embeds[0] if embeds.dim() == 3 and len(embeds) == 1 else embeds
     embeds = embeds.detach().to(like)
-    if embeds.dim() != 2 or embeds.shape[1] != width:
+    if embeds.dim() != 2 or embeds.shape[1] != width or not len(embeds):
         raise ValueError(f"{name} must have the shape (L, {width}), got {tuple(embeds.shape)}")
     if pooled_width is not None:
         pooled_name = f"{prefix}pooled_prompt_embeds"
         value = request.prompt_field(pooled_name)
         if value is None:
             raise ValueError(f"{pooled_name} is missing: {name} needs it beside it")
-        value = torch.as_tensor(value)
+        value = _finite_tensor(value, pooled_name)
         if value.numel() != pooled_width:
             raise ValueError(f"{pooled_name} must have the shape ({pooled_width},), got {tuple(value.shape)}")
         return PromptEncoding(embeds, pooled_prompt_embeds=value.detach().to(like).reshape(-1))
@@ -167,8 +170,29 @@ def given_embeddings(
     return PromptEncoding(embeds[:length], mask[:length])
 
 
+def require_in_vocabulary(token_ids: Sequence[int], encoder: Any, name: str) -> None:
+    """Raise a ``ValueError`` for an id that the encoder has no embedding for, which on a GPU would end the process."""
+    size = encoder.get_input_embeddings().num_embeddings
+    strange = [token for token in token_ids if not 0 <= token < size]
+    if strange:
+        raise ValueError(f"{name} must be from 0 to {size - 1}, got {strange[0]}")
+
+
+def _finite_tensor(value: Any, name: str) -> torch.Tensor:
+    try:
+        tensor = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{name} must be a tensor, got {type(value).__name__}") from None
+    if not torch.isfinite(tensor).all():
+        raise ValueError(f"{name} must be finite")
+    return tensor
+
+
 def _one_row(value: torch.Tensor | Sequence[int], name: str) -> list[int]:
-    tensor = torch.as_tensor(value)
+    try:
+        tensor = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{name} must be one row of integers, got {type(value).__name__}") from None
     tensor = tensor[0] if tensor.dim() == 2 and len(tensor) == 1 else tensor
     if tensor.dim() != 1 or tensor.is_floating_point() or not len(tensor):
         raise ValueError(f"{name} must be one row of integers, got shape {tuple(tensor.shape)} of {tensor.dtype}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from omnibatch.adapters.base import RolloutAdapter
-from omnibatch.adapters.prompts import given_token_ids, prompt_text
+from omnibatch.adapters.prompts import given_token_ids, prompt_text, require_in_vocabulary
 from omnibatch.request import OmniDiffusionRequest
 from omnibatch.step_batch import ForwardRows
 from omnibatch.step_state import PromptEncoding
@@ -35,6 +35,7 @@ class QwenImageAdapter(RolloutAdapter):
                 f"{prefix}prompt_token_ids must include the model's template of {template_length} tokens before the "
                 f"prompt, got {len(token_ids)} tokens"
             )
+        require_in_vocabulary(token_ids, self.pipeline.text_encoder, f"{prefix}prompt_token_ids")
         return tuple(token_ids)
 
     def encode_tokens(self, tokens: tuple[int, ...], max_sequence_length: int) -> PromptEncoding:

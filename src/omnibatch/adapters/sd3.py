@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from omnibatch.adapters.base import RolloutAdapter
-from omnibatch.adapters.prompts import given_embeddings, given_extra_token_ids, prompt_text
+from omnibatch.adapters.prompts import given_embeddings, given_extra_token_ids, prompt_text, require_in_vocabulary
 from omnibatch.request import OmniDiffusionRequest
 from omnibatch.step_batch import ForwardRows
 from omnibatch.step_state import PromptEncoding
@@ -34,6 +34,11 @@ class StableDiffusion3Adapter(RolloutAdapter):
         token_ids = given_extra_token_ids(request, prefix, ("clip", "t5"))
         if token_ids is None:
             token_ids = self.tokenize(prompt_text(request, prefix, default="" if prefix else None))
+        name = f"{prefix}extra_prompt_ids"
+        for encoder in (self.pipeline.text_encoder, self.pipeline.text_encoder_2):
+            require_in_vocabulary(token_ids["clip"], encoder, f"{name}['clip']")
+        if self.pipeline.text_encoder_3 is not None:
+            require_in_vocabulary(token_ids["t5"], self.pipeline.text_encoder_3, f"{name}['t5']")
         return tuple(token_ids["clip"]), tuple(token_ids["t5"])
 
     def encode_tokens(
