@@ -195,7 +195,7 @@ def test_bad_sampling_is_named(adapter, make_request, sampling, named):
 
 def test_a_schedule_that_diffusers_leaves_undefined_is_refused(adapters, make_request):
     """Stretching a single sigma to the terminal one divides zero by zero."""
-    with pytest.raises(ValueError, match=r"num_inference_steps must be larger .*, got 1"):
+    with pytest.raises(ValueError, match=r"num_inference_steps must be larger, .*, got 1"):
         adapters["tiny-qwen-image"].prepare_encode(StepRequestState(make_request(num_inference_steps=1)))
 
 

@@ -36,7 +36,7 @@ def test_standard_input(monkeypatch):
         ("p.csv", b"a", r"must end in \.txt"),
         ("empty.txt", b"\n \n", "holds no prompt"),
         ("binary.txt", b"\xff\xfe", "cannot be read as text"),
-        ("p.jsonl", b'"one"\n{"text": "two"}\n', r"p\.jsonl:2 must be a string or an object with a 'prompt'"),
+        ("p.jsonl", b'"one"\n{"text": "two"}\n', r"p\.jsonl:2 must be a string, an object with a 'prompt'"),
         ("p.jsonl", b"{", r"p\.jsonl:1 is not JSON"),
         ("p.parquet", b"nothing", "cannot be read as parquet"),
     ],
@@ -74,3 +74,19 @@ def test_a_negative_prompt_is_for_those_without():
     prompts = ["a", {"prompt": "b", "negative_prompt": "own"}]
     requests = make_requests(prompts, OmniDiffusionSamplingParams(), negative_prompt="general")
     assert [request.prompt_field("negative_prompt") for request in requests] == ["general", "own"]
+
+
+def test_chat_messages_give_the_users_last_one(tmp_path):
+    chat = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "draw"},
+        {"role": "assistant", "content": "x"},
+    ]
+    pd.DataFrame({"prompt": [chat]}).to_parquet(tmp_path / "p.parquet")
+    assert read_prompts(str(tmp_path / "p.parquet")) == ["draw"]
+
+
+def test_unknown_fields_are_named(tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "seed": 3}\n')
+    with pytest.raises(ValueError, match=r"p\.jsonl:1 has an unknown field 'seed'"):
+        read_prompts(str(tmp_path / "p.jsonl"))

@@ -12,6 +12,7 @@ import torch
 
 import omnibatch
 from omnibatch import tiny
+from omnibatch.algorithms import ALGORITHMS
 from omnibatch.config import ExecutionMode, RolloutConfig
 from omnibatch.dispatch import choose_mode
 from omnibatch.memory import activation_bytes_per_row, available_bytes
@@ -28,7 +29,13 @@ POSITIVE = click.IntRange(min=1)
 
 MODEL_OPTIONS = [
     click.option("--model", help="An embedded model, a diffusers folder or a hub id.  [default: the recipe's]"),
-    click.option("--algorithm", default="flow_grpo", show_default=True, help="What reads the rollouts."),
+    click.option(
+        "--algorithm",
+        type=click.Choice(ALGORITHMS),
+        default="flow_grpo",
+        show_default=True,
+        help="What reads the rollouts.",
+    ),
     click.option("--device", help="Such as cuda:0.  [default: a GPU if there is one]"),
     click.option(
         "--dtype",
@@ -226,6 +233,8 @@ def tune(
     adapter = _load(model, algorithm, device, dtype)
     state = _prepare_first(adapter, requests)
     result = measure(adapter, requests, repeats=repeats, cache=cache, progress=not quiet)
+    if result.cached:
+        click.echo(f"measured earlier for this model, device, data type and size; from {cache}")
     click.echo(result.table().to_string(index=False))
     text_length = len(state.prompt_encoding.prompt_embeds)
     per_row = activation_bytes_per_row(adapter, *state.image_size, text_length)
@@ -260,7 +269,7 @@ def _workload(
         model = found.model
     low, high = SDE_WINDOW_RANGE
     steps = steps or (found.num_inference_steps if found else 10)
-    extra_args = {"sde_window_size": 2, "sde_window_range": (low, min(high, steps))}
+    extra_args = {"sde_window_size": min(2, steps), "sde_window_range": (low, min(high, steps))}
     extra_args |= found.extra_args if found else {}
     for name in ("noise_level", "sde_type", "sde_window_size"):
         value = given.pop(name)

@@ -20,6 +20,8 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     Raises:
         ValueError: naming the key that is unknown or given twice with different values, or what does not parse.
     """
+    if isinstance(overrides, str):
+        raise ValueError(f"overrides must be a list of strings, got the string {overrides!r}")
     if not overrides:
         return {}
     # Imported here: Hydra is not needed by whoever sets the knobs in Python.

@@ -67,6 +67,8 @@ class RolloutEngine:
         self.adapter = adapter
         self.config = config or RolloutConfig()
         self._runner = None if missing_step_methods(adapter) else LifecycleRunner(adapter, self.config, timeline)
+        if self._runner is None and not callable(getattr(adapter, "forward", None)):
+            raise ValueError(f"adapter must have the step lifecycle or a forward(), got {adapter!r}")
         self.scheduler: StepScheduler
         if self.config.mode is ExecutionMode.STEP:
             require_mode(adapter, ExecutionMode.STEP)

@@ -7,7 +7,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +45,13 @@ class Measurement:
         measured: a configuration each.
         config: the fastest of the chosen mode.
         reason: why that mode, in words.
+        cached: whether it was measured earlier and read from the cache.
     """
 
     measured: list[MeasuredConfig]
     config: RolloutConfig
     reason: str
+    cached: bool = field(default=False, compare=False)
 
     def table(self) -> pd.DataFrame:
         """A row a configuration, the chosen one marked."""
@@ -191,4 +193,4 @@ def _cache_key(adapter: Any, request: OmniDiffusionRequest) -> str:
 
 def _from_json(content: dict[str, Any]) -> Measurement:
     measured = [MeasuredConfig(**entry | {"config": RolloutConfig(**entry["config"])}) for entry in content["measured"]]
-    return Measurement(measured, RolloutConfig(**content["config"]), content["reason"])
+    return Measurement(measured, RolloutConfig(**content["config"]), content["reason"], cached=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,16 @@ from omnibatch.request import OmniDiffusionRequest, OmniDiffusionSamplingParams
 
 Prompt = str | dict[str, Any]
 
+PROMPT_FIELDS = ("prompt", "negative_prompt")
+
 
 def read_prompts(source: str) -> list[Prompt]:
     """Read prompts from a file, or from standard input for ``"-"``.
 
     Args:
         source: ``.txt`` (one prompt a line; so is standard input), ``.jsonl`` (a string, or an object with ``prompt``
-            and, if wanted, ``negative_prompt``), or ``.parquet`` with a ``prompt`` column. Empty lines are skipped.
+            and, if wanted, ``negative_prompt``), or ``.parquet`` with a ``prompt`` column. In the last two a prompt may
+            also be a list of chat messages, of which the user's last is taken. Empty lines are skipped.
 
     Raises:
         ValueError: naming the file and what is wrong with it.
@@ -95,7 +98,8 @@ def _read_parquet(path: Path) -> list[Prompt]:
         raise ValueError(f"prompts: {str(path)!r} cannot be read as parquet: {error}") from error
     if "prompt" not in table.columns:
         raise ValueError(f"prompts: {str(path)!r} has no column 'prompt', it has {', '.join(map(repr, table.columns))}")
-    return [str(prompt) for prompt in table["prompt"].dropna()]
+    values = table["prompt"].dropna()
+    return [_as_prompt(value, f"{path}, row {index}") for index, value in zip(values.index, values)]
 
 
 def _parse_json(line: str, where: str) -> Prompt:
@@ -103,6 +107,23 @@ def _parse_json(line: str, where: str) -> Prompt:
         value = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"prompts: {where} is not JSON: {error}") from error
-    if isinstance(value, str) or (isinstance(value, dict) and isinstance(value.get("prompt"), str)):
+    return _as_prompt(value, where)
+
+
+def _as_prompt(value: Any, where: str) -> Prompt:
+    """A text, the user's last message of a chat, or a prompt dict of known fields."""
+    if isinstance(value, str):
         return value
-    raise ValueError(f"prompts: {where} must be a string or an object with a 'prompt', got {line!r}")
+    if isinstance(value, Mapping) and isinstance(value.get("prompt"), str):
+        unknown = sorted(set(value) - set(PROMPT_FIELDS))
+        if unknown:
+            known = ", ".join(PROMPT_FIELDS)
+            raise ValueError(f"prompts: {where} has an unknown field {unknown[0]!r}; known are {known}")
+        return dict(value)
+    if isinstance(value, Iterable) and not isinstance(value, Mapping):
+        messages = [message for message in value if isinstance(message, Mapping) and message.get("role") == "user"]
+        if messages and isinstance(messages[-1].get("content"), str):
+            return messages[-1]["content"]
+    raise ValueError(
+        f"prompts: {where} must be a string, an object with a 'prompt' or a list of chat messages, got {value!r}"
+    )

@@ -171,7 +171,7 @@ class OmniDiffusionRequest:
         return prompt_field(self.prompt, *names)
 
 
-@dataclass
+@dataclass(repr=False)
 class DiffusionOutput:
     """What one request became. ``n`` is its number of outputs, ``T`` its steps, ``W`` its SDE window's size.
 
@@ -229,6 +229,16 @@ class DiffusionOutput:
     weights_version: int = 0
     custom_output: dict[str, Any] = field(default_factory=dict)
     error: Exception | None = None
+
+    def __repr__(self) -> str:
+        """Name what is there, tensors by their shapes."""
+        parts = []
+        for name, value in vars(self).items():
+            if isinstance(value, torch.Tensor):
+                parts.append(f"{name}={str(value.dtype).removeprefix('torch.')}{list(value.shape)}")
+            elif value not in (None, [], {}) and name != "sampling_params":
+                parts.append(f"{name}={value!r}")
+        return f"DiffusionOutput({', '.join(parts)})"
 
 
 class RequestAborted(RuntimeError):

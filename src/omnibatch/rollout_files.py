@@ -55,6 +55,7 @@ def write_rollouts(
         outputs: what came of it, in the same order.
         algorithm: whose training fields are written.
     """
+    _remove_earlier_images(folder)
     (folder / "images").mkdir(exist_ok=True)
     finished = [output for output in outputs if output.error is None]
     lines, first_row = [], 0
@@ -64,8 +65,19 @@ def write_rollouts(
         lines.append(json.dumps(_manifest_entry(request, output, rows, _write_images(folder, output))))
     (folder / "manifest.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     if finished:
-        save_file(stack_outputs(finished, algorithm), folder / "rollouts.safetensors")
+        save_file(
+            stack_outputs(finished, algorithm), folder / "rollouts.safetensors", metadata={"algorithm": algorithm}
+        )
         contact_sheet(requests, outputs).save(folder / "contact_sheet.png")
+
+
+def _remove_earlier_images(folder: Path) -> None:
+    """Remove the pictures that an earlier manifest here lists, so that none of them passes for one of this run."""
+    manifest = folder / "manifest.jsonl"
+    lines = manifest.read_text(encoding="utf-8").splitlines() if manifest.is_file() else []
+    for line in lines:
+        for name in json.loads(line)["images"]:
+            (folder / name).unlink(missing_ok=True)
 
 
 def contact_sheet(requests: Sequence[OmniDiffusionRequest], outputs: Sequence[DiffusionOutput]) -> Image.Image:
@@ -122,6 +134,8 @@ def _manifest_entry(
         "images": images,
         "rows": rows,
         "num_steps": output.num_steps,
+        "guidance": output.guidance,
+        "extra_args": request.sampling_params.extra_args,
         "sde_window": output.sde_window,
         "rows_per_forward": output.rows_per_forward,
         "stage_times": {stage: round(seconds, 6) for stage, seconds in output.stage_times.items()},

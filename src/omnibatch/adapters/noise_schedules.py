@@ -77,6 +77,7 @@ def _make(
         scheduler.set_timesteps(device="cpu", **arguments)
     if not torch.isfinite(scheduler.sigmas).all():
         raise ValueError(
-            f"num_inference_steps must be larger for this model's noise schedule, got {num_inference_steps}"
+            "num_inference_steps must be larger, since this model's noise schedule is undefined for so few, "
+            f"got {num_inference_steps}"
         )
     return scheduler.sigmas, scheduler.timesteps

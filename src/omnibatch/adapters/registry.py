@@ -84,6 +84,8 @@ def load(
         >>> type(adapter).__name__
         'QwenImageAdapter'
     """
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype must be a torch.dtype such as torch.bfloat16, got {dtype!r}")
     if not isinstance(model, (str, Path)):
         if device is not None or dtype is not None:
             model.to(*[argument for argument in (device, dtype) if argument is not None])
