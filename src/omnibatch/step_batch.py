@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from omnibatch.step_state import PromptEncoding, StepRequestState
 
@@ -56,6 +57,9 @@ class StepBatch:
         self._rows = [state for state, count in self._members() for _ in range(count)]
         guided = [index for index, state in enumerate(self._rows) if state.do_true_cfg]
         self.num_rows = len(self._rows)
+        places = [place for place, count in enumerate(self.row_counts) for _ in range(count)]
+        self._state_of_row = torch.tensor(places, device=self.device)
+        self._schedules = pad_sequence([state.schedule for state in self.states], batch_first=True)
         self.guided_rows = torch.tensor(guided, dtype=torch.long, device=self.device)
         self.guidance = torch.tensor([self._rows[index].guidance for index in guided], device=self.device)
         self.lay_out(rows_per_forward)
@@ -80,8 +84,8 @@ class StepBatch:
     def gather(self) -> None:
         """Collect what changes from step to step: latents ``(R, ...)``, timesteps ``(R,)``, coefficients ``(R, 5)``."""
         self.latents = torch.cat([state.latents for state in self.states])
-        repeats = [state.schedule[state.step_index].expand(count, -1) for state, count in self._members()]
-        schedule = torch.cat(repeats)
+        steps = torch.tensor([state.step_index for state in self.states], device=self.device)
+        schedule = self._schedules[self._state_of_row, steps[self._state_of_row]]
         self.timesteps, self.coefficients = schedule[:, 0], schedule[:, 1:]
 
     def scatter(self, next_latents: torch.Tensor, log_probs: torch.Tensor) -> None:

@@ -224,7 +224,7 @@ class RolloutAdapter(ABC):
         image_size = states[0].image_size
         chunks = torch.cat([state.latents for state in states]).split(decode_rows)
         pictures = torch.cat([self.decode_latents(chunk, image_size).float() for chunk in chunks])
-        images = pictures.mul(0.5).add(0.5).clamp(0, 1).mul(255).round().to(torch.uint8).cpu()
+        images = pictures.mul_(0.5).add_(0.5).clamp_(0, 1).mul_(255).round_().to(torch.uint8).cpu()
         for state, rows in zip(states, images.split([state.num_outputs for state in states])):
             state.images = rows
 
