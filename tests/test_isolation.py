@@ -1,6 +1,7 @@
 """Requests, outputs and callers that must not reach into each other; each case was once a defect."""
 
 import asyncio
+import warnings
 
 import pytest
 import torch
@@ -112,8 +113,8 @@ class TestLora:
         name = "tiny-sd35" if "Diffusion3" in type(adapter).__name__ else "tiny-qwen-image"
         loaded = ob.load(name, device="cpu", dtype=torch.bfloat16)
         for adapter_name in ("za", "ab"):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("warnings.warn", lambda *_, **__: None)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Already found a `peft_config`")
                 loaded.transformer.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_v"]), adapter_name)
         for key, weight in loaded.transformer.named_parameters():
             if "lora_B" in key:
@@ -136,6 +137,23 @@ class TestLora:
         (expected,) = ob.RolloutEngine(loaded, fixed).generate([make_request()])
         beside = [make_request(), make_request(request_id="ab", lora_request="ab")]
         assert_same(ob.RolloutEngine(loaded, fixed).generate(beside)[0], expected, tolerance=0)
+
+    def test_merged_weights_and_other_variants_are_refused_by_name(self, loaded, make_request):
+        from peft import LoraConfig
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+            loaded.transformer.add_adapter(LoraConfig(r=4, target_modules=["to_q"], use_dora=True), "dora")
+        loaded.transformer.set_adapter("za")
+        requests = [make_request(), make_request(request_id="dora", lora_request="dora")]
+        plain, dora = ob.RolloutEngine(loaded, STEP).generate(requests, return_errors=True)
+        assert plain.error is None
+        assert "adapter 'dora', which is not a plain LoRA" in str(dora.error)
+        loaded.transformer.fuse_lora(adapter_names=["za"])
+        requests[1].sampling_params.lora_request = "ab"
+        plain, merged = ob.RolloutEngine(loaded, STEP).generate(requests, return_errors=True)
+        assert plain.error is None
+        assert "while LoRA weights are merged" in str(merged.error)
 
 
 class TestAsync:
