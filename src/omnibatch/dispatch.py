@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -51,6 +52,18 @@ def require_mode(adapter: object, mode: ExecutionMode) -> None:
         f"{type(adapter).__name__} cannot run mode {mode.value!r}: it lacks {missing}; "
         f"it can run {', '.join(known.value for known in supported)}"
     )
+
+
+def wave_size(adapter: object, max_num_seqs: int) -> int:
+    """How many requests of a wave the adapter takes: ``max_num_seqs``, or 1, with a warning, if it takes no batches."""
+    if max_num_seqs > 1 and ExecutionMode.REQUEST not in supported_modes(adapter):
+        warnings.warn(
+            f"{type(adapter).__name__} does not set supports_request_batch = True: its requests run one by one, and "
+            f"max_num_seqs = {max_num_seqs} has no effect",
+            stacklevel=3,
+        )
+        return 1
+    return max_num_seqs
 
 
 def choose_mode(

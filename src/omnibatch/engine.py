@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -12,8 +11,8 @@ from tqdm import tqdm
 
 from omnibatch.adapters.base import RolloutAdapter
 from omnibatch.config import ExecutionMode, RolloutConfig
-from omnibatch.dispatch import missing_step_methods, require_mode, supported_modes
-from omnibatch.packed_forward import run_packed_forward
+from omnibatch.dispatch import missing_step_methods, require_mode, wave_size
+from omnibatch.packed_forward import run_wave
 from omnibatch.request import (
     DiffusionOutput,
     OmniDiffusionRequest,
@@ -58,11 +57,7 @@ class RolloutEngine:
     """
 
     def __init__(
-        self,
-        adapter: RolloutAdapter | Any,
-        config: RolloutConfig | None = None,
-        *,
-        timeline: Timeline | None = None,
+        self, adapter: RolloutAdapter | Any, config: RolloutConfig | None = None, *, timeline: Timeline | None = None
     ):
         self.adapter = adapter
         self.config = config or RolloutConfig()
@@ -74,7 +69,9 @@ class RolloutEngine:
             require_mode(adapter, ExecutionMode.STEP)
             self.scheduler = StepScheduler(self.config.max_num_seqs)
         else:
-            self.scheduler = RequestScheduler(self._wave_size(), self.config.request_batch_max_wait_ms)
+            self.scheduler = RequestScheduler(
+                wave_size(adapter, self.config.max_num_seqs), self.config.request_batch_max_wait_ms
+            )
         self._waiting: dict[str, tuple[OmniDiffusionRequest, float]] = {}
         self._running: dict[str, StepRequestState] = {}
         self._ended: dict[str, DiffusionOutput] = {}
@@ -287,20 +284,10 @@ class RolloutEngine:
 
     def _forward(self, admitted: list[str]) -> None:
         """Run a wave through an adapter that brings its own ``forward()`` and no lifecycle."""
-        requests = []
-        for request_id in admitted:
-            request, _ = self._waiting[request_id]
-            try:
-                request.validate()
-                requests.append(request)
-            except ValueError as error:
-                self._fail(request_id, error)
-        try:
-            outputs = run_packed_forward(self.adapter, requests) if requests else []
-        except Exception as error:
-            outputs = [DiffusionOutput(request.request_id, error=error) for request in requests]
-        for request, output in zip(requests, outputs):
-            self._steps_done += _num_steps(request)
+        requests = [self._waiting[request_id][0] for request_id in admitted]
+        for request, output in zip(requests, run_wave(self.adapter, requests)):
+            if output.error is None:
+                self._steps_done += _num_steps(request)
             self._end(output)
 
     def _require_open(self) -> None:
@@ -334,17 +321,6 @@ class RolloutEngine:
         except Exception:
             # The request is malformed; preparing it will say how, in its own output.
             return None
-
-    def _wave_size(self) -> int:
-        size = self.config.max_num_seqs
-        if size > 1 and ExecutionMode.REQUEST not in supported_modes(self.adapter):
-            warnings.warn(
-                f"{type(self.adapter).__name__} does not set supports_request_batch = True: its requests run one by "
-                f"one, and max_num_seqs = {size} has no effect",
-                stacklevel=3,
-            )
-            return 1
-        return size
 
 
 def _num_steps(request: OmniDiffusionRequest) -> int:

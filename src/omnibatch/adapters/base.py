@@ -18,6 +18,7 @@ from omnibatch.adapters.noise_schedules import NoiseSchedules
 from omnibatch.adapters.prompts import EncodingCache, given_embeddings, prompt_digest
 from omnibatch.algorithms import sde_arguments, validate_algorithm
 from omnibatch.lora import active_lora, lora_rows, lora_scales, requested_lora
+from omnibatch.packed_forward import forward_lifecycle
 from omnibatch.request import DiffusionOutput, OmniDiffusionRequest, OmniDiffusionSamplingParams
 from omnibatch.request_batch import DiffusionRequestBatch
 from omnibatch.sde import sample_step, schedule_coefficients
@@ -228,31 +229,9 @@ class RolloutAdapter(ABC):
         for state, rows in zip(states, images.split([state.num_outputs for state in states])):
             state.images = rows
 
-    @torch.no_grad()
     def forward(self, req: OmniDiffusionRequest | DiffusionRequestBatch) -> list[DiffusionOutput]:
-        """Run whole requests together, from prompts to pictures.
-
-        Returns:
-            One output per request, in order.
-
-        Raises:
-            ValueError: when a request is bad, or when the requests' latents differ in shape.
-        """
-        requests = req.requests if isinstance(req, DiffusionRequestBatch) else [req]
-        states = [StepRequestState(request) for request in requests]
-        for state in states:
-            self.prepare_encode(state)
-        if len({state.shape_key for state in states}) > 1:
-            sizes = sorted({str(state.image_size) for state in states})
-            raise ValueError(f"requests of one forward must have one picture size, got {', '.join(sizes)}")
-        batch = StepBatch(states)
-        while active := [state for state in states if not state.denoise_completed]:
-            if not batch.fits(active):
-                batch = StepBatch(active)
-            batch.gather()
-            self.step_scheduler(batch, self.denoise_step(batch))
-        self.post_decode(states)
-        return [state.to_output() for state in states]
+        """Run whole requests together, as :func:`omnibatch.packed_forward.forward_lifecycle` does."""
+        return forward_lifecycle(self, req)
 
     # Pieces of prepare_encode.
 
