@@ -9,11 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
 from omnibatch.request import OmniDiffusionSamplingParams
+
+
+class _Found(NamedTuple):
+    """A transformer's LoRA layers, and the adapters it had when they were looked for."""
+
+    adapters: dict[str, Any]
+    layers: list[Any]
+
+
+# Walking the modules of a large transformer takes longer than a step's bookkeeping.
+_found: WeakKeyDictionary[torch.nn.Module, _Found] = WeakKeyDictionary()
 
 
 def requested_lora(transformer: Any, sampling: OmniDiffusionSamplingParams) -> dict[str, float] | None:
@@ -28,7 +40,7 @@ def requested_lora(transformer: Any, sampling: OmniDiffusionSamplingParams) -> d
         ``None`` when the request asks for nothing: it then runs with the transformer as it stands.
 
     Raises:
-        ValueError: naming the adapter that the transformer lacks.
+        ValueError: naming the adapter that the transformer lacks, or none of whose layers it has.
     """
     if sampling.lora_request is None and sampling.lora_scale is None:
         return None
@@ -43,6 +55,8 @@ def requested_lora(transformer: Any, sampling: OmniDiffusionSamplingParams) -> d
             f"lora_request {sampling.lora_request!r} is not an adapter of the transformer, "
             f"which has {', '.join(map(repr, known)) or 'none'}"
         )
+    if not any(sampling.lora_request in layer.lora_A for layer in _lora_layers(transformer)):
+        raise ValueError(f"lora_request {sampling.lora_request!r} matches no layer of the transformer")
     _require_plain(transformer, [sampling.lora_request, *active_lora(transformer)])
     return {sampling.lora_request: scale}
 
@@ -116,9 +130,16 @@ def _require_plain(transformer: Any, names: Sequence[str]) -> None:
 
 
 def _lora_layers(transformer: torch.nn.Module) -> list[Any]:
+    """The transformer's LoRA layers, looked for once as long as its adapters stay the same."""
     from peft.tuners.lora import LoraLayer
 
-    return [module for module in transformer.modules() if isinstance(module, LoraLayer)]
+    adapters = getattr(transformer, "peft_config", {})
+    found = _found.get(transformer)
+    # By identity: an adapter may be replaced by another of the same name.
+    if found is None or [*map(id, found.adapters.values())] != [*map(id, adapters.values())]:
+        layers = [module for module in transformer.modules() if isinstance(module, LoraLayer)]
+        found = _found[transformer] = _Found(dict(adapters), layers)
+    return found.layers
 
 
 def _update(layer: Any, name: str, x: torch.Tensor) -> torch.Tensor:
