@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install rollout test lint nightly bench clean
+.PHONY: help install rollout test lint book book-serve notebooks nbval nightly bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 12
@@ -28,8 +28,28 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: install lint ## run every check
+test: install lint ## run every check: tests, the book from an empty cache, the notebooks
 	$(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered
+	$(MAKE) book
+	$(MAKE) nbval
+
+book: install ## execute and build the book, into _build/html; a warning or a dead link fails it
+	rm -rf _build
+	$(BIN)/jupyter-book build . --toc book/_toc.yml -W --keep-going -n --all
+	$(BIN)/python -m pytest -q tests/check_book.py
+
+book-serve: ## show the book that was built at http://127.0.0.1:8000
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory _build/html 8000
+
+notebooks: install ## run the notebooks' scripts and keep their outputs
+	for script in notebooks/*.py; do \
+		$(BIN)/jupytext --to ipynb $$script && \
+		TQDM_DISABLE=1 $(BIN)/jupyter-execute --inplace $${script%.py}.ipynb || exit 1; \
+	done
+
+nbval: install ## run the notebooks and compare their outputs with those kept
+	TQDM_DISABLE=1 $(BIN)/python -m pytest -o addopts= -o filterwarnings= --nbval --nbval-current-env \
+		--nbval-cell-timeout=1200 notebooks/*.ipynb
 
 nightly: install ## the engine's state machine, at length
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest tests/test_engine_states.py
@@ -41,4 +61,4 @@ bench: install ## overhead, scheduler cost, arrivals over time, replay at anothe
 	$(BIN)/python -m omnibatch.bench.replay_mismatch
 
 clean: ## remove what was made
-	rm -rf $(VENV) rollouts .pytest_cache .hypothesis .mypy_cache .ruff_cache .coverage
+	rm -rf $(VENV) _build rollouts .pytest_cache .hypothesis .mypy_cache .ruff_cache .coverage

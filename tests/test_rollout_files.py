@@ -9,7 +9,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import omnibatch as ob
-from omnibatch.rollout_files import contact_sheet, writable_folder, write_rollouts
+from omnibatch.pictures import contact_sheet
+from omnibatch.rollout_files import writable_folder, write_rollouts
 
 
 @pytest.fixture

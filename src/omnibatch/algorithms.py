@@ -52,7 +52,7 @@ class SdeArguments:
 
     Attributes:
         noise_level: a in the papers, 0 for the ODE.
-        sde_type: one of :data:`omnibatch.sde.SDE_TYPES`.
+        sde_type: one of ``SDE_TYPES``.
         window: SDE steps ``(start, end)``, ``end`` exclusive.
         logprobs: whether log-probs are returned.
         shared_noise: whether the request's outputs start from the same latents.
@@ -101,7 +101,7 @@ def sde_arguments(
             window, the same for all, are computed once); for ``mix_grpo`` also ``sde_window_strategy``
             (``"random"``), ``global_steps`` (0), ``iters_per_group`` (1).
         num_timesteps: steps of the schedule.
-        algorithm: one of :data:`ALGORITHMS`. Those that sample the ODE take no noise and give no log-probs.
+        algorithm: one of ``ALGORITHMS``. Those that sample the ODE take no noise and give no log-probs.
         seed: the request's seed.
         group_seed: a number that stands for the prompt.
 

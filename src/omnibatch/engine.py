@@ -234,7 +234,7 @@ class RolloutEngine:
                     refused.append((place, DiffusionOutput(name, error=error)))
             total = sum(_num_steps(requests[place]) for place in place_of.values())
             yield from refused
-            with tqdm(total=total, unit="step", disable=not progress, desc="denoising") as bar:
+            with tqdm(total=total, unit="step", disable=not progress, desc="denoising", leave=False) as bar:
                 while place_of:
                     self._require_open()
                     if self._paused:

@@ -140,7 +140,9 @@ def _time_in_turn(
     seconds: dict[RolloutConfig, list[float]] = {}
     peaks: dict[RolloutConfig, int | None] = {}
     num_images = sum(request.sampling_params.num_outputs_per_prompt for request in requests)
-    with tqdm(total=len(candidates) * (repeats + 1), desc="measuring", unit="run", disable=not progress) as bar:
+    with tqdm(
+        total=len(candidates) * (repeats + 1), desc="measuring", unit="run", disable=not progress, leave=False
+    ) as bar:
         for round_index in range(repeats + 1):
             for config in candidates if round_index == 0 else list(seconds):
                 bar.update()

@@ -46,7 +46,7 @@ def run_wave(adapter: Any, requests: Sequence[OmniDiffusionRequest]) -> list[Dif
     """Run requests through an adapter's own ``forward()`` and put what goes wrong into the outputs.
 
     Returns:
-        One output per request, in order: a bad request has its own error, a fault of ``forward()`` is everybody's.
+        One output per request, in order. A bad request has its own error, a fault of ``forward()`` is everybody's.
     """
     errors: dict[str, Exception] = {}
     for request in requests:

@@ -240,6 +240,12 @@ class DiffusionOutput:
                 parts.append(f"{name}={value!r}")
         return f"DiffusionOutput({', '.join(parts)})"
 
+    def _repr_png_(self) -> bytes | None:
+        """Show the pictures in a notebook."""
+        from omnibatch.pictures import is_picture, picture_grid, png_bytes
+
+        return png_bytes(picture_grid(list(self.output))) if is_picture(self.output) else None
+
 
 class RequestAborted(RuntimeError):
     """The error of a request that was aborted before it finished."""

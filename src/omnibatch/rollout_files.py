@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
-import torch
-from PIL import Image, ImageDraw, ImageFont
 from safetensors.torch import save_file
 
+from omnibatch.pictures import contact_sheet, is_picture, to_image
 from omnibatch.replay import stack_outputs
 from omnibatch.request import DiffusionOutput, OmniDiffusionRequest
-
-THUMBNAIL = 128
-MARGIN = 6
-CAPTION_WIDTH = 190
 
 
 def writable_folder(out: str | Path) -> Path:
@@ -80,46 +73,12 @@ def _remove_earlier_images(folder: Path) -> None:
             (folder / name).unlink(missing_ok=True)
 
 
-def contact_sheet(requests: Sequence[OmniDiffusionRequest], outputs: Sequence[DiffusionOutput]) -> Image.Image:
-    """All pictures on one sheet: a row a prompt, its text at the left; failed requests leave grey squares."""
-    groups: dict[str, list[torch.Tensor | None]] = {}
-    for request, output in zip(requests, outputs):
-        caption = request.prompt_field("prompt") or "(given as ids or embeddings)"
-        pictures = [None] if output.output is None or output.output.dim() != 4 else list(output.output)
-        groups.setdefault(caption, []).extend(pictures)
-    columns = max(len(pictures) for pictures in groups.values())
-    cell = THUMBNAIL + MARGIN
-    sheet = Image.new("RGB", (CAPTION_WIDTH + columns * cell + MARGIN, len(groups) * cell + MARGIN), "white")
-    draw = ImageDraw.Draw(sheet)
-    font = ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSans.ttf"), 13)
-    for row, (caption, pictures) in enumerate(groups.items()):
-        top = MARGIN + row * cell
-        text = "\n".join(textwrap.wrap(caption, width=25, max_lines=6, placeholder=" …"))
-        draw.multiline_text((MARGIN * 2, top + THUMBNAIL / 2), text, fill="black", font=font, anchor="lm", spacing=5)
-        for column, picture in enumerate(pictures):
-            sheet.paste(_thumbnail(picture), (CAPTION_WIDTH + column * cell, top))
-    return sheet
-
-
-def _thumbnail(picture: torch.Tensor | None) -> Image.Image:
-    if picture is None or picture.dtype != torch.uint8:
-        return Image.new("RGB", (THUMBNAIL, THUMBNAIL), "lightgrey")
-    image = _to_image(picture)
-    scale = THUMBNAIL / max(image.size)
-    size = (round(image.width * scale), round(image.height * scale))
-    return image.resize(size, Image.Resampling.LANCZOS if scale < 1 else Image.Resampling.BICUBIC)
-
-
-def _to_image(picture: torch.Tensor) -> Image.Image:
-    return Image.fromarray(picture.permute(1, 2, 0).numpy())
-
-
 def _write_images(folder: Path, output: DiffusionOutput) -> list[str]:
-    if output.output is None or output.output.dtype != torch.uint8:
+    if output.output is None or not is_picture(output.output):
         return []
     names = [f"images/{output.request_id}-{index}.png" for index in range(len(output.output))]
     for name, picture in zip(names, output.output):
-        _to_image(picture).save(folder / name)
+        to_image(picture).save(folder / name)
     return names
 
 

@@ -263,7 +263,7 @@ class RolloutAdapter(ABC):
 
     @property
     def size_multiple(self) -> int:
-        """Pixels that height and width must be multiples of: the VAE's reduction times the patch size."""
+        """The VAE's reduction times the patch size, of which height and width must be multiples, in pixels."""
         return self.pipeline.vae_scale_factor * 2
 
     def image_tokens(self, height: int, width: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -130,8 +131,11 @@ def _pipeline_class(folder: Path) -> str:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without the libraries' loading bars and notes, which for a model of a few megabytes are litter."""
-    import diffusers.utils.logging
-    import transformers.utils.logging
+    with warnings.catch_warnings():
+        # Where a notebook lacks ipywidgets; no bar is shown here.
+        warnings.filterwarnings("ignore", message="IProgress not found")
+        import diffusers.utils.logging
+        import transformers.utils.logging
 
     libraries = (diffusers.utils.logging, transformers.utils.logging)
     levels = [library.get_verbosity() for library in libraries]

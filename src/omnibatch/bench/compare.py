@@ -50,6 +50,10 @@ class Comparison:
             )
         return pd.DataFrame(rows)
 
+    def _repr_html_(self) -> str:
+        """Show the table in a notebook."""
+        return self.table().to_html(index=False, formatters={"difference": "{:.1e}".format})
+
 
 def compare(
     adapter: RolloutAdapter,
@@ -72,7 +76,7 @@ def compare(
     seconds: dict[ExecutionMode, list[float]] = {mode: [] for mode in modes}
     outputs: dict[ExecutionMode, list[DiffusionOutput]] = {}
     rounds = [(round_index, mode) for round_index in range(repeats + 1) for mode in modes]
-    for round_index, mode in tqdm(rounds, desc="comparing modes", unit="run", disable=not progress):
+    for round_index, mode in tqdm(rounds, desc="comparing modes", unit="run", disable=not progress, leave=False):
         config = RolloutConfig.for_mode(mode, max_num_seqs, rows_per_forward=rows_per_forward)
         engine, requests = RolloutEngine(adapter, config), make_requests()
         started = time.perf_counter()

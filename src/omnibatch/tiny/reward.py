@@ -71,7 +71,7 @@ def text_reward(images: torch.Tensor | np.ndarray, prompts: Sequence[str]) -> to
         prompts: n prompts with the wanted text in double quotes.
 
     Returns:
-        float32 tensor (n,) in [0, 1] on the CPU: one minus the edit distance over the length of the wanted text.
+        One minus the edit distance over the length of the wanted text, float32 (n,) in [0, 1] on the CPU.
 
     Raises:
         ValueError: if the pictures have a wrong shape or type, a prompt has no quoted text, or the numbers differ.
@@ -93,7 +93,7 @@ def text_log_likelihood(images: torch.Tensor | np.ndarray, prompts: Sequence[str
         prompts: n prompts whose quoted text is one to three characters of the alphabet of the signs.
 
     Returns:
-        float32 tensor (n,), at most zero, on the CPU.
+        Float32 (n,), at most zero, on the CPU.
 
     Raises:
         ValueError: as ``text_reward``, or if a wanted text cannot be on a sign.
