@@ -577,3 +577,10 @@ def test_every_id_comes_back_once_with_its_own_bits(shapes, capacity, rows_per_f
         (expected,) = ob.RolloutEngine(FakeAdapter()).generate([request])
         assert torch.equal(output.trajectory_latents, expected.trajectory_latents)
         assert output.num_steps == request.sampling_params.num_inference_steps
+
+
+def test_a_packed_forward_reports_the_rows_of_its_calls(adapter, make_request):
+    requests = [make_request(request_id=str(i), seed=i, num_outputs_per_prompt=i) for i in (1, 3)]
+    requests[1].sampling_params.num_inference_steps = 2
+    outputs = adapter.forward(ob.DiffusionRequestBatch(requests))
+    assert [output.rows_per_forward for output in outputs] == [4, 4]

@@ -1,5 +1,7 @@
 """What fits."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -61,3 +63,18 @@ def test_a_run_that_will_not_fit_is_warned_of_once(adapter, make_request, monkey
     ) as caught:
         engine.generate(requests)
     assert len(caught) == 1
+
+
+def test_who_follows_the_advice_is_not_warned_again(adapter, make_request, monkeypatch):
+    text_length = 32 if adapter.encode_prompt(make_request(), 48, "").prompt_embeds_mask is not None else 128
+    monkeypatch.setattr(
+        runner, "available_bytes", lambda device: 5 * activation_bytes_per_row(adapter, 64, 64, text_length)
+    )
+    requests = [make_request(request_id=str(i), seed=i, num_inference_steps=2) for i in range(8)]
+    with pytest.warns(UserWarning, match="MiB of activations") as caught:
+        ob.RolloutEngine(adapter, ob.RolloutConfig(max_num_seqs=8)).generate(requests)
+    advice = int(str(caught[0].message).rsplit(" ", 1)[1])
+    assert 1 < advice < 8
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ob.RolloutEngine(adapter, ob.RolloutConfig(max_num_seqs=8, rows_per_forward=advice)).generate(requests)

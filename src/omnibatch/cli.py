@@ -15,7 +15,7 @@ from omnibatch import tiny
 from omnibatch.algorithms import ALGORITHMS
 from omnibatch.config import ExecutionMode, RolloutConfig
 from omnibatch.dispatch import choose_mode
-from omnibatch.memory import activation_bytes_per_row, available_bytes
+from omnibatch.memory import activation_bytes_per_row, available_bytes, bytes_in_words
 from omnibatch.prompt_files import Prompt, make_requests, read_prompts
 from omnibatch.recipes import Recipe, find_recipe
 from omnibatch.request import OmniDiffusionRequest, OmniDiffusionSamplingParams
@@ -239,7 +239,7 @@ def tune(
     text_length = len(state.prompt_encoding.prompt_embeds)
     per_row = activation_bytes_per_row(adapter, *state.image_size, text_length)
     available = available_bytes(adapter.device)
-    click.echo(f"activations: about {per_row / 2**20:.2f} MiB a row; {available / 2**30:.1f} GiB available")
+    click.echo(f"activations: about {bytes_in_words(per_row)} a row; {bytes_in_words(available)} available")
     config = result.config
     click.echo(f"take {config.mode.value}: {result.reason}")
     click.echo(

@@ -43,6 +43,16 @@ def available_bytes(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def bytes_in_words(number: int) -> str:
+    """A number of bytes as people read it.
+
+    Example:
+        >>> bytes_in_words(3 * 2**29), bytes_in_words(700 * 2**10)
+        ('1.5 GiB', '0.7 MiB')
+    """
+    return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
+
+
 def largest_that_fits(peak_bytes: dict[int, int], limit: int) -> int:
     """The most rows that fit, from the peaks of fewer rows.
 

@@ -11,9 +11,9 @@ import torch
 
 from omnibatch.adapters.base import RolloutAdapter
 from omnibatch.config import RolloutConfig
-from omnibatch.memory import activation_bytes_per_row, available_bytes
+from omnibatch.memory import activation_bytes_per_row, available_bytes, bytes_in_words
 from omnibatch.request import DiffusionOutput, OmniDiffusionRequest
-from omnibatch.step_batch import StepBatch
+from omnibatch.step_batch import StepBatch, padded_text_length
 from omnibatch.step_state import StepRequestState
 from omnibatch.timeline import Timeline, TimelineStep
 
@@ -168,13 +168,14 @@ class LifecycleRunner:
         if batch.largest_forward <= self._largest_checked or not isinstance(self.adapter, RolloutAdapter):
             return
         self._largest_checked = batch.largest_forward
-        text_length = max(rows.prompt_embeds.shape[1] for rows in batch.forwards)
+        # As it would be with rows_per_forward, so that who follows the advice is not warned again.
+        text_length = padded_text_length(max(rows.prompt_embeds.shape[1] for rows in batch.forwards))
         per_row = activation_bytes_per_row(self.adapter, *batch.states[0].image_size, text_length)
         needed, available = per_row * batch.largest_forward, available_bytes(self.adapter.device)
         if needed > available:
             warnings.warn(
-                f"a transformer call with {batch.largest_forward} rows needs about {needed / 2**30:.1f} GiB of "
-                f"activations and {available / 2**30:.1f} GiB are available: set rows_per_forward to at most "
+                f"a transformer call with {batch.largest_forward} rows needs about {bytes_in_words(needed)} of "
+                f"activations and {bytes_in_words(available)} are available: set rows_per_forward to at most "
                 f"{max(available // per_row, 1)}",
                 stacklevel=2,
             )
