@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fake_adapter import PackedForward
 
 import omnibatch as ob
 from omnibatch import tiny
@@ -101,6 +102,12 @@ def test_outputs_without_log_probs_are_named(adapter, make_request):
         replay_log_probs(adapter, [silent])
     with pytest.raises(ValueError, match="output 'failed' has no log-probs"):
         replay_log_probs(adapter, [ob.DiffusionOutput("failed", error=ValueError())])
+
+
+def test_an_adapter_without_the_lifecycle_is_named(adapter, make_request):
+    outputs = ob.RolloutEngine(adapter).generate([make_request()])
+    with pytest.raises(ValueError, match="adapter must be a RolloutAdapter for a replay, got PackedForward"):
+        replay_log_probs(PackedForward(), outputs)
 
 
 def test_stacked_outputs_keep_every_row(adapter, ragged_requests):

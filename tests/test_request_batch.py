@@ -161,3 +161,7 @@ def test_request_generators_are_one_per_row():
     assert [generator.initial_seed() for generator in generators] == [5, 6, 9, 10]
     default = torch.Generator()
     assert batch_of(seed=[None, None]).collate_request_generators(2, default) is default
+    one_each = batch_of(seed=[5, 9]).collate_request_generators([1, 3])
+    assert [generator.initial_seed() for generator in one_each] == [5, 9, 10, 11]
+    with pytest.raises(ValueError, match="num_outputs_per_prompt must hold 2 numbers, got 1"):
+        batch_of(seed=[5, 9]).collate_request_generators([1])

@@ -83,10 +83,10 @@ def sde_arguments(
     """Read ``extra_args`` for a schedule of ``num_timesteps`` steps.
 
     The window's start is drawn from a generator of its own, so that drawing it does not disturb the noise and any one
-    output can be made again alone. ``sde_window_scope`` says who shares it: nobody (``"request"``, the generator is
-    seeded with the request's seed), the requests of one prompt (``"group"``, the prompt and ``sde_window_seed``), or
-    everybody (``"all"``, ``sde_window_seed`` alone). Different windows within a group add a variance to its rewards
-    that no policy can learn from.
+    output can be made again alone, in the window that the output names. ``sde_window_scope`` says who shares it: nobody
+    (``"request"``, the generator is seeded with the request's seed), the requests of one prompt (``"group"``, the
+    prompt and ``sde_window_seed``), or everybody (``"all"``, ``sde_window_seed`` alone). Different windows within a
+    group add a variance to its rewards that no policy can learn from.
 
     ``mix_grpo`` has one window for all, which moves with the training step ``global_steps``: with
     ``sde_window_strategy`` ``"random"`` it is drawn from ``sde_window_seed + global_steps``, so that all ranks agree;

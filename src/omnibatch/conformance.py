@@ -198,10 +198,11 @@ def _alone(adapter: Any, sampling: OmniDiffusionSamplingParams) -> str | None:
             _request("a sign", "second", sampling, seed=6, guidance_scale=1.0),
         ]
     )
-    for name in ("latents", "output"):
+    # A forward() of its own may run two rows otherwise than one, and so move a pixel by one step of 255.
+    free = bool(missing_step_methods(adapter))
+    for name, allowed in (("latents", TOLERANCE * free), ("output", 1 * free)):
         ours, theirs = getattr(both, name), getattr(second, name)
-        tolerance = TOLERANCE if missing_step_methods(adapter) else 0.0
-        if ours is not None and (ours[1].double() - theirs[0].double()).abs().max() > tolerance * 255:
+        if ours is not None and (ours[1].double() - theirs[0].double()).abs().max() > allowed:
             return f"{name}: the second output of seed 5 is not the one of seed 6"
     return None
 

@@ -52,10 +52,7 @@ def split_diffusion_output_by_request(
             not known whether it is per row.
     """
     requests = [req] if isinstance(req, OmniDiffusionRequest) else req.requests
-    counts = num_outputs_per_prompt
-    counts = list(counts) if isinstance(counts, Sequence) else [int(counts)] * len(requests)
-    if len(counts) != len(requests):
-        raise ValueError(f"num_outputs_per_prompt must hold {len(requests)} numbers, got {len(counts)}")
+    counts = rows_of_requests(num_outputs_per_prompt, len(requests))
     total = sum(counts)
     fields = {name: getattr(result, name) for name in (*PER_ROW_FIELDS, "trajectory_timesteps", "seeds")}
     for name, value in {**fields, **result.custom_output}.items():
@@ -75,6 +72,15 @@ def split_diffusion_output_by_request(
             )
         )
     return outputs
+
+
+def rows_of_requests(num_outputs_per_prompt: int | Sequence[int], num_requests: int) -> list[int]:
+    """Rows of each request, from one number for all or one each."""
+    if not isinstance(num_outputs_per_prompt, Sequence):
+        return [int(num_outputs_per_prompt)] * num_requests
+    if len(num_outputs_per_prompt) != num_requests:
+        raise ValueError(f"num_outputs_per_prompt must hold {num_requests} numbers, got {len(num_outputs_per_prompt)}")
+    return list(num_outputs_per_prompt)
 
 
 def _rows_of(fields: Mapping[str, Any], rows: slice) -> dict[str, Any]:

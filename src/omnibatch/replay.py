@@ -52,7 +52,7 @@ class ReplayReport:
     """How a replay differs from its rollout.
 
     Attributes:
-        mean_log_ratio: mean of |replayed - rollout's log-prob| over all steps.
+        mean_log_ratio: mean absolute difference of replayed log-probs from the rollout's, over all steps.
         largest_log_ratio: its maximum.
         largest_mean_difference: the largest difference of any element of the predicted mean from the rollout's, which
             is read off the stored next latents and the seed's noise. A next latent is drawn around the predicted mean,
@@ -129,6 +129,8 @@ def _replay(
     adapter: RolloutAdapter, outputs: Sequence[DiffusionOutput], micro_batch_size: int | None, requires_grad: bool
 ) -> list[list[SampledStep]]:
     """Each output's window, a step after the other."""
+    if not isinstance(adapter, RolloutAdapter):
+        raise ValueError(f"adapter must be a RolloutAdapter for a replay, got {type(adapter).__name__}")
     if micro_batch_size is not None and micro_batch_size < 1:
         raise ValueError(f"micro_batch_size must be a positive integer, got {micro_batch_size!r}")
     results: list[list[SampledStep]] = [[] for _ in outputs]

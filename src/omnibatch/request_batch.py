@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from omnibatch.output_split import split_diffusion_output_by_request
+from omnibatch.output_split import rows_of_requests, split_diffusion_output_by_request
 from omnibatch.request import OmniDiffusionRequest, OmniDiffusionSamplingParams, prompt_field
 
 __all__ = [
@@ -97,18 +97,25 @@ class DiffusionRequestBatch:
         return torch.cat(tensors)
 
     def collate_request_generators(
-        self, num_outputs_per_prompt: int, default: Sequence[torch.Generator] | torch.Generator | None = None
+        self,
+        num_outputs_per_prompt: int | Sequence[int],
+        default: Sequence[torch.Generator] | torch.Generator | None = None,
     ) -> Sequence[torch.Generator] | torch.Generator | None:
         """One generator per row, each request's rows together.
 
         Args:
-            num_outputs_per_prompt: rows of each request.
+            num_outputs_per_prompt: rows of each request, one number for all or one each.
             default: returned when no request brings a generator or a seed.
+
+        Raises:
+            ValueError: when there is another number of numbers than of requests, or a request is bad.
         """
         if all(sampling.generator is None and sampling.seed is None for sampling in self.sampling_params_list):
             return default
+        counts = rows_of_requests(num_outputs_per_prompt, len(self.requests))
         per_request = [
-            replace(sampling, num_outputs_per_prompt=num_outputs_per_prompt) for sampling in self.sampling_params_list
+            replace(sampling, num_outputs_per_prompt=count)
+            for sampling, count in zip(self.sampling_params_list, counts)
         ]
         for sampling in per_request:
             sampling.validate()

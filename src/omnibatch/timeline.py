@@ -58,7 +58,7 @@ class Timeline:
 
         names = self.request_ids
         ticks = 1 + max((step.tick for step in self.steps), default=0)
-        figure = Figure(figsize=(min(2 + 0.32 * ticks, 14), 1.2 + 0.34 * len(names)), layout="constrained")
+        figure = Figure(figsize=(min(max(2 + 0.32 * ticks, 6.4), 14), 1.2 + 0.34 * len(names)), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
         widest = max((step.rows_together for step in self.steps), default=1)
@@ -74,7 +74,7 @@ class Timeline:
         axes.set_yticks(range(len(names)), names)
         axes.set_ylim(len(names) - 0.4, -0.6)
         axes.set_xlim(0, ticks)
-        axes.set_xlabel("tick of the engine; the number is the request's own step, darker means more rows share it")
+        axes.set_xlabel("tick of the engine (number: the request's own step; darker: more rows together)", fontsize=9)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.spines[["top", "right"]].set_visible(False)
         return figure

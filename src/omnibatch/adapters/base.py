@@ -1,9 +1,11 @@
 """The adapter interface, and all of it that is not one model's business.
 
 An adapter serves a model in every mode through four lifecycle methods. This base class writes them for
-flow-matching models; a model's file fills in what differs, in pipeline order: :meth:`~RolloutAdapter.prompt_tokens` and
-:meth:`~RolloutAdapter.encode_tokens`, :meth:`~RolloutAdapter.latent_shape` and :meth:`~RolloutAdapter.draw_latents`,
-:meth:`~RolloutAdapter.predict_velocity`, :meth:`~RolloutAdapter.guide`, :meth:`~RolloutAdapter.decode_latents`.
+flow-matching models; a model's file fills in what differs, in pipeline order: :meth:`~RolloutAdapter.prompt_tokens`,
+:meth:`~RolloutAdapter.encode_tokens` and :meth:`~RolloutAdapter.guidance_scale`, :meth:`~RolloutAdapter.latent_shape`,
+:meth:`~RolloutAdapter.predict_velocity`, :meth:`~RolloutAdapter.decode_latents`; and where the defaults do not fit,
+:meth:`~RolloutAdapter.given_embeddings`, :meth:`~RolloutAdapter.image_size`, :meth:`~RolloutAdapter.draw_latents`,
+:meth:`~RolloutAdapter.default_sigmas` and :meth:`~RolloutAdapter.guide`.
 """
 
 from __future__ import annotations
@@ -48,6 +50,9 @@ class RolloutAdapter(ABC):
     """
 
     supports_request_batch = True
+    # Whether the transformer takes a mask over its text. Without one it attends to padding, which then has a length of
+    # the model's own.
+    has_text_mask = True
     default_max_sequence_length = 512
     largest_max_sequence_length = 1024
 
@@ -87,7 +92,13 @@ class RolloutAdapter(ABC):
             request: whose prompt it is.
             prefix: ``""`` for the prompt, ``"negative_"`` for the negative prompt.
         """
-        return given_embeddings(request, prefix, self._weight, self.transformer.config.joint_attention_dim)
+        return given_embeddings(
+            request,
+            prefix,
+            self._weight,
+            self.transformer.config.joint_attention_dim,
+            has_mask=self.has_text_mask,
+        )
 
     @abstractmethod
     def prompt_tokens(self, request: OmniDiffusionRequest, prefix: str) -> Hashable:
@@ -271,8 +282,9 @@ class RolloutAdapter(ABC):
         return (height // self.size_multiple) * (width // self.size_multiple)
 
     def image_size(self, sampling: OmniDiffusionSamplingParams) -> tuple[int, int]:
-        """Height and width in pixels: the request's, or the pipeline's defaults."""
-        default = self.pipeline.default_sample_size * self.pipeline.vae_scale_factor
+        """Height and width in pixels: the request's, or the model's default."""
+        in_latents = getattr(self.pipeline, "default_sample_size", None) or self.transformer.config.sample_size
+        default = in_latents * self.pipeline.vae_scale_factor
         return sampling.height or default, sampling.width or default
 
     def _validated_size(self, sampling: OmniDiffusionSamplingParams) -> tuple[int, int]:

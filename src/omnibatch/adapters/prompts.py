@@ -124,7 +124,13 @@ def given_extra_token_ids(
 
 
 def given_embeddings(
-    request: OmniDiffusionRequest, prefix: str, like: torch.Tensor, width: int, *, pooled_width: int | None = None
+    request: OmniDiffusionRequest,
+    prefix: str,
+    like: torch.Tensor,
+    width: int,
+    *,
+    has_mask: bool,
+    pooled_width: int | None = None,
 ) -> PromptEncoding | None:
     """The embeddings that the request brings, or ``None``.
 
@@ -133,10 +139,11 @@ def given_embeddings(
         prefix: ``""`` for the prompt, ``"negative_"`` for the negative prompt.
         like: the embeddings get this tensor's device and data type.
         width: the last axis that the model needs.
-        pooled_width: width of the pooled embeddings, for models that have them (and no text mask).
+        has_mask: whether the model takes a mask over its text; without one a mask may hide nothing.
+        pooled_width: width of the pooled embeddings, for models that have them.
 
     Raises:
-        ValueError: naming the field whose shape is wrong or which is missing.
+        ValueError: naming the field whose shape is wrong, which is missing, or which the model would not heed.
     """
     name = f"{prefix}prompt_embeds"
     embeds = request.prompt_field(name)
@@ -147,6 +154,7 @@ def given_embeddings(
     embeds = embeds.detach().to(like)
     if embeds.dim() != 2 or embeds.shape[1] != width or not len(embeds):
         raise ValueError(f"{name} must have the shape (L, {width}), got {tuple(embeds.shape)}")
+    pooled = None
     if pooled_width is not None:
         pooled_name = f"{prefix}pooled_prompt_embeds"
         value = request.prompt_field(pooled_name)
@@ -155,19 +163,22 @@ def given_embeddings(
         value = _finite_tensor(value, pooled_name)
         if value.numel() != pooled_width:
             raise ValueError(f"{pooled_name} must have the shape ({pooled_width},), got {tuple(value.shape)}")
-        return PromptEncoding(embeds, pooled_prompt_embeds=value.detach().to(like).reshape(-1))
+        pooled = value.detach().to(like).reshape(-1)
     mask = request.prompt_field(f"{prefix}prompt_embeds_mask")
-    if mask is None:
-        return PromptEncoding(embeds, torch.ones(len(embeds), dtype=torch.bool))
-    mask = torch.as_tensor(mask).reshape(-1).bool().cpu()
+    mask = torch.ones(len(embeds)) if mask is None else torch.as_tensor(mask).reshape(-1)
+    mask = mask.bool().cpu()
     if len(mask) != len(embeds) or not mask.any():
         raise ValueError(
             f"{prefix}prompt_embeds_mask must be as long as {name} ({len(embeds)}) and true somewhere, "
             f"got {int(mask.sum())} of {len(mask)} true"
         )
+    if not has_mask:
+        if not mask.all():
+            raise ValueError(f"{prefix}prompt_embeds_mask must be all true: this model attends to all of its text")
+        return PromptEncoding(embeds, pooled_prompt_embeds=pooled)
     # Padding behind the last token says nothing, and would make the row's length depend on how it was padded.
     length = int(mask.nonzero().max()) + 1
-    return PromptEncoding(embeds[:length], mask[:length])
+    return PromptEncoding(embeds[:length], mask[:length], pooled)
 
 
 def require_in_vocabulary(token_ids: Sequence[int], encoder: Any, name: str) -> None:

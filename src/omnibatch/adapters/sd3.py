@@ -15,6 +15,7 @@ from omnibatch.step_state import PromptEncoding
 class StableDiffusion3Adapter(RolloutAdapter):
     """Rollouts through a :class:`diffusers.StableDiffusion3Pipeline`."""
 
+    has_text_mask = False
     default_max_sequence_length = 256
     largest_max_sequence_length = 512
 
@@ -27,7 +28,12 @@ class StableDiffusion3Adapter(RolloutAdapter):
     def given_embeddings(self, request: OmniDiffusionRequest, prefix: str) -> PromptEncoding | None:
         config = self.transformer.config
         return given_embeddings(
-            request, prefix, self._weight, config.joint_attention_dim, pooled_width=config.pooled_projection_dim
+            request,
+            prefix,
+            self._weight,
+            config.joint_attention_dim,
+            has_mask=self.has_text_mask,
+            pooled_width=config.pooled_projection_dim,
         )
 
     def prompt_tokens(self, request: OmniDiffusionRequest, prefix: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
