@@ -3,6 +3,7 @@
 import gc
 import tracemalloc
 import weakref
+from functools import partial
 from random import Random
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from fake_adapter import FakeAdapter, PackedForward, SingleForward
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tqdm import tqdm
 
 import omnibatch as ob
 from omnibatch import tiny
@@ -316,10 +318,13 @@ def test_progress_is_told_after_every_step():
     assert [tuple(progress) for progress in told] == [(2, 5, 2, 0), (4, 5, 1, 1), (5, 5, 0, 2)]
 
 
-def test_the_bar_counts_denoising_steps(capsys):
+def test_the_bar_counts_denoising_steps_and_leaves_nothing_behind(capsys, monkeypatch):
+    monkeypatch.setattr("omnibatch.engine.tqdm", partial(tqdm, mininterval=0, miniters=1))
     requests = [fake_request("a", num_inference_steps=2), fake_request("b", num_inference_steps=3)]
     ob.RolloutEngine(FakeAdapter(), CONFIGS["request"]).generate(requests, progress=True)
-    assert "5/5" in capsys.readouterr().err
+    shown = capsys.readouterr().err.split("\r")
+    assert "5/5" in shown[-3]
+    assert shown[-2:] == [" " * len(shown[-2]), ""]
 
 
 def test_closing_ends_everything_with_an_error():
