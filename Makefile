@@ -41,11 +41,11 @@ book: install ## execute and build the book, into _build/html; a warning or a de
 book-serve: ## show the book that was built at http://127.0.0.1:8000
 	$(BIN)/python -m http.server --bind 127.0.0.1 --directory _build/html 8000
 
-notebooks: install ## run the notebooks' scripts and keep their outputs
-	for script in notebooks/*.py; do \
-		$(BIN)/jupytext --to ipynb $$script && \
-		TQDM_DISABLE=1 $(BIN)/jupyter-execute --inplace $${script%.py}.ipynb || exit 1; \
-	done
+notebooks: $(patsubst %.py,%.ipynb,$(wildcard notebooks/*.py)) ## run the notebooks whose scripts changed, keep outputs
+
+notebooks/%.ipynb: notebooks/%.py | $(INSTALLED)
+	$(BIN)/jupytext --to ipynb $<
+	TQDM_DISABLE=1 $(BIN)/jupyter-execute --inplace $@
 
 nbval: install ## run the notebooks and compare their outputs with those kept
 	TQDM_DISABLE=1 $(BIN)/python -m pytest -o addopts= -o filterwarnings= --nbval --nbval-current-env \
@@ -54,7 +54,9 @@ nbval: install ## run the notebooks and compare their outputs with those kept
 nightly: install ## the engine's state machine, at length
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest tests/test_engine_states.py
 
-bench: install ## overhead, scheduler cost, arrivals over time, replay at another shape
+bench: install ## the recipes' tables, overhead, scheduler cost, arrivals over time, replay at another shape
+	$(BIN)/omnibatch bench --recipe qwen_image_flow_grpo
+	$(BIN)/omnibatch bench --recipe sd35_flow_grpo
 	$(BIN)/python -m omnibatch.bench.overhead
 	$(BIN)/python -m omnibatch.bench.scheduler_cost
 	$(BIN)/python -m omnibatch.bench.arrivals

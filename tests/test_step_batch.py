@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from omnibatch import OmniDiffusionRequest, OmniDiffusionSamplingParams
 from omnibatch.step_batch import PromptEncoding, StepBatch, StepRequestState, pad_rows, padded_text_length
@@ -102,3 +103,27 @@ def test_padded_text_length(length, padded):
 def test_pad_rows():
     assert pad_rows(torch.ones(2, 3), 4).tolist() == [[1.0] * 3] * 2 + [[0.0] * 3] * 2
     assert pad_rows(torch.ones(2, dtype=torch.bool), 3).tolist() == [True, True, False]
+
+
+class NoReading(TorchDispatchMode):
+    """Refuses what would make the host wait for a device: reading a number, or asking which elements are true."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default), func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rows_per_forward", [None, 4])
+def test_a_step_reads_nothing_back_from_the_device(adapter, make_request, rows_per_forward):
+    states = [
+        StepRequestState(make_request("a sign", "plain", seed=1, num_outputs_per_prompt=2)),
+        StepRequestState(make_request("a sign", "guided", "ugly", seed=5, guidance_scale=3.0, true_cfg_scale=3.0)),
+    ]
+    for state in states:
+        adapter.prepare_encode(state)
+    batch = StepBatch(states, rows_per_forward)
+    for _ in range(2):
+        with torch.no_grad(), NoReading():
+            batch.gather()
+            adapter.step_scheduler(batch, adapter.denoise_step(batch))
+    assert [state.step_index for state in states] == [2, 2]

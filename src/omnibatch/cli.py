@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,73 +12,27 @@ import torch
 
 import omnibatch
 from omnibatch import tiny
-from omnibatch.algorithms import ALGORITHMS
+from omnibatch.bench.command import bench
+from omnibatch.cli_options import MODEL_OPTIONS, PACKING_OPTIONS, POSITIVE, SAMPLING_OPTIONS, options
 from omnibatch.config import ExecutionMode, RolloutConfig
 from omnibatch.dispatch import choose_mode
 from omnibatch.memory import activation_bytes_per_row, available_bytes, bytes_in_words
 from omnibatch.prompt_files import Prompt, make_requests, read_prompts
 from omnibatch.recipes import Recipe, find_recipe
 from omnibatch.request import OmniDiffusionRequest, OmniDiffusionSamplingParams
-from omnibatch.sde import SDE_TYPES
 from omnibatch.step_state import StepRequestState
 
 # The SDE window is drawn among the first steps, where noise still changes what the picture shows.
 SDE_WINDOW_RANGE = (0, 5)
-
-POSITIVE = click.IntRange(min=1)
-
-MODEL_OPTIONS = [
-    click.option("--model", help="An embedded model, a diffusers folder or a hub id.  [default: the recipe's]"),
-    click.option(
-        "--algorithm",
-        type=click.Choice(ALGORITHMS),
-        default="flow_grpo",
-        show_default=True,
-        help="What reads the rollouts.",
-    ),
-    click.option("--device", help="Such as cuda:0.  [default: a GPU if there is one]"),
-    click.option(
-        "--dtype",
-        type=click.Choice(["float32", "bfloat16", "float16"]),
-        help="Of the model.  [default: bfloat16 on a GPU, else float32]",
-    ),
-]
-
-SAMPLING_OPTIONS = [
-    click.option("--recipe", help="Take the defaults from qwen_image_flow_grpo or sd35_flow_grpo."),
-    click.option("--steps", type=POSITIVE, help="Denoising steps.  [default: 10]"),
-    click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the first image."),
-    click.option("--height", type=int, help="Pixels.  [default: the model's]"),
-    click.option("--width", type=int, help="Pixels.  [default: the model's]"),
-    click.option("--guidance-scale", type=float, help="1 turns guidance off.  [default: 1]"),
-    click.option("--negative-prompt", help="Qwen-Image is guided only with one."),
-    click.option("--noise-level", type=float, help="Of the SDE steps; 0 is the ODE.  [default: the algorithm's]"),
-    click.option("--sde-type", type=click.Choice(SDE_TYPES), help="Sampler.  [default: the algorithm's]"),
-    click.option("--sde-window-size", type=POSITIVE, help="SDE steps, among the first five.  [default: 2]"),
-    click.option("--max-sequence-length", type=POSITIVE, help="Longest prompt in tokens.  [default: the model's]"),
-]
-
-PACKING_OPTIONS = [
-    click.option("--rows-per-forward", type=POSITIVE, help="Rows of every transformer call.  [default: all]"),
-    click.option("--quiet", is_flag=True, help="No progress bar."),
-]
-
-
-def options(*groups: list[Callable[..., Any]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a command these groups of options, in order."""
-
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed([option for group in groups for option in group]):
-            command = option(command)
-        return command
-
-    return decorate
 
 
 @click.group(context_settings={"max_content_width": 100})
 @click.version_option(omnibatch.__version__)
 def app() -> None:
     """Batched diffusion rollouts: images with their trajectories and log-probs."""
+
+
+app.add_command(bench)
 
 
 @app.command()

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from omnibatch.request import OmniDiffusionSamplingParams
+from omnibatch.step_batch import to_device
 
 
 class _Found(NamedTuple):
@@ -78,7 +79,7 @@ def lora_scales(
     resolved = [dict.fromkeys(active, 1.0) if row is None else row for row in rows]
     # Sums are made in the order in which PEFT makes them, so that a row keeps its bits beside others.
     names = [*active, *sorted({name for row in resolved for name in row} - set(active))]
-    return {name: torch.tensor([row.get(name, 0.0) for row in resolved], device=device) for name in names}
+    return {name: to_device(torch.tensor([row.get(name, 0.0) for row in resolved]), device) for name in names}
 
 
 @contextmanager

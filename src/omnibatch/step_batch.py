@@ -58,10 +58,10 @@ class StepBatch:
         guided = [index for index, state in enumerate(self._rows) if state.do_true_cfg]
         self.num_rows = len(self._rows)
         places = [place for place, count in enumerate(self.row_counts) for _ in range(count)]
-        self._state_of_row = torch.tensor(places, device=self.device)
+        self._state_of_row = to_device(torch.tensor(places), self.device)
         self._schedules = pad_sequence([state.schedule for state in self.states], batch_first=True)
-        self.guided_rows = torch.tensor(guided, dtype=torch.long, device=self.device)
-        self.guidance = torch.tensor([self._rows[index].guidance for index in guided], device=self.device)
+        self.guided_rows = to_device(torch.tensor(guided, dtype=torch.long), self.device)
+        self.guidance = to_device(torch.tensor([self._rows[index].guidance for index in guided]), self.device)
         self.lay_out(rows_per_forward)
         self.latents = torch.empty(0)
         self.timesteps = torch.empty(0)
@@ -84,7 +84,7 @@ class StepBatch:
     def gather(self) -> None:
         """Collect what changes from step to step: latents ``(R, ...)``, timesteps ``(R,)``, coefficients ``(R, 5)``."""
         self.latents = torch.cat([state.latents for state in self.states])
-        steps = torch.tensor([state.step_index for state in self.states], device=self.device)
+        steps = to_device(torch.tensor([state.step_index for state in self.states]), self.device)
         schedule = self._schedules[self._state_of_row, steps[self._state_of_row]]
         self.timesteps, self.coefficients = schedule[:, 0], schedule[:, 1:]
 
@@ -124,7 +124,7 @@ class StepBatch:
                 rows += [torch.randn(shape, generator=g, device=g.device).cpu() for g in state.generators]
             else:
                 rows += [torch.zeros(shape)] * count
-        return torch.stack(rows).to(self.device, non_blocking=True)
+        return to_device(torch.stack(rows), self.device)
 
     def _members(self) -> Iterator[tuple[StepRequestState, int]]:
         return zip(self.states, self.row_counts)
@@ -161,7 +161,7 @@ class StepBatch:
         # A group's rows share one encoding: it is padded once.
         place_of: dict[PromptEncoding, int] = {}
         rows = [place_of.setdefault(encoding, len(place_of)) for _, encoding in chosen]
-        encodings, places = list(place_of), torch.tensor(rows, device=self.device)
+        encodings, places = list(place_of), to_device(torch.tensor(rows), self.device)
         masks = [pad_rows(e.prompt_embeds_mask, length) for e in encodings if e.prompt_embeds_mask is not None]
         # An all-true mask would only keep attention off its fast kernels; with fixed rows it stays, because a row's
         # bits must not depend on whether its neighbours are padded.
@@ -169,14 +169,19 @@ class StepBatch:
             masks = []
         pooled = [e.pooled_prompt_embeds for e in encodings if e.pooled_prompt_embeds is not None]
         return ForwardRows(
-            source=torch.tensor([index for index, _ in chosen], device=self.device),
-            target=torch.tensor(targets, device=self.device),
+            source=to_device(torch.tensor([index for index, _ in chosen]), self.device),
+            target=to_device(torch.tensor(targets), self.device),
             num_rows=len(targets),
             prompt_embeds=torch.stack([pad_rows(e.prompt_embeds, length) for e in encodings])[places],
-            prompt_embeds_mask=torch.stack(masks).to(self.device)[places] if masks else None,
+            prompt_embeds_mask=to_device(torch.stack(masks), self.device)[places] if masks else None,
             pooled_prompt_embeds=torch.stack(pooled)[places] if pooled else None,
             lora=[self._rows[index].lora for index, _ in chosen],
         )
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the CPU on the device, without making the host wait for what the device does."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def padded_text_length(length: int) -> int:

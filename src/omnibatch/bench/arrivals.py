@@ -66,7 +66,9 @@ def serve(engine: RolloutEngine, arrivals: Sequence[tuple[float, OmniDiffusionRe
     return latencies, now - arrivals[0][0]
 
 
-def measure(adapter: RolloutAdapter, count: int = 60, load_share: float = 0.7, repeats: int = 3) -> pd.DataFrame:
+def measure(
+    adapter: RolloutAdapter, count: int = 60, load_share: float = 0.7, repeats: int = 3, progress: bool = True
+) -> pd.DataFrame:
     """Serve the same arrivals in both modes in turn.
 
     Args:
@@ -74,6 +76,7 @@ def measure(adapter: RolloutAdapter, count: int = 60, load_share: float = 0.7, r
         count: requests per round.
         load_share: arrivals come at this share of the rate at which step-wise works off a full queue.
         repeats: rounds, each with arrivals of its own.
+        progress: show a bar.
 
     Returns:
         A row a mode: the medians over the rounds of median and 95th-percentile latency and of the makespan.
@@ -88,7 +91,7 @@ def measure(adapter: RolloutAdapter, count: int = 60, load_share: float = 0.7, r
     _, busy = serve(RolloutEngine(adapter, configs["step"]), at_once)
     gap = busy / count / load_share
     results: dict[str, list[tuple[float, float, float]]] = {name: [] for name in configs}
-    for seed in tqdm(range(repeats), desc="serving arrivals in both modes", unit="round"):
+    for seed in tqdm(range(repeats), desc="serving arrivals in both modes", unit="round", disable=not progress):
         arrivals = arriving_requests(count, gap, seed)
         for name, config in configs.items():
             latencies, makespan = serve(RolloutEngine(adapter, config), arrivals)
