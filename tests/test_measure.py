@@ -94,10 +94,15 @@ def test_a_measurement_is_cached(clock, tmp_path):
     assert measure(Measurable(), requests(), cache=cache) == first
     assert len(runs) == count
     (key,) = json.loads(cache.read_text())
-    assert key == "Measurable | cpu | torch.float32 | None"
+    assert key.startswith("Measurable | cpu | torch.float32 | None | ")
+    longer = requests()
+    for request in longer:
+        request.sampling_params.num_inference_steps += 1
+    measure(Measurable(), longer, cache=cache)
+    assert len(json.loads(cache.read_text())) == 2
     other = [ob.OmniDiffusionRequest("a", ob.OmniDiffusionSamplingParams(height=8, seed=1), "other")]
     measure(Measurable(), other, cache=cache)
-    assert len(json.loads(cache.read_text())) == 2
+    assert len(json.loads(cache.read_text())) == 3
 
 
 def test_what_did_not_fit_is_not_proposed(monkeypatch):

@@ -115,7 +115,9 @@ def test_the_clock_counts_the_transformer_alone():
 def table_of(**rows):
     versions = {"torch": "2", "diffusers": "0"}
     rows = [TableRow(name, None, seconds, [second / 2 for second in seconds], 2**31) for name, seconds in rows.items()]
-    return RecipeTable("r", "tiny", "m", True, "a device", "bfloat16", "2026-01-01", versions, 8, 4e12, 2e12, rows)
+    return RecipeTable(
+        "r", "tiny", "m", True, "a device", "bfloat16", "2026-01-01", versions, 8, 4e12, 2e12, "compiled blocks", rows
+    )
 
 
 def test_ratios_are_taken_round_by_round(tmp_path):
@@ -138,8 +140,32 @@ def test_random_weights_and_the_device_are_named_wherever_numbers_are():
     for shown in (table.heading(), table.markdown(), table._repr_html_()):
         assert "random weights" in shown
         assert "a device" in shown
+        assert "compiled blocks" in shown
         assert "2026-01-01" in shown
     assert "random weights" in table.plot()._suptitle.get_text().replace("\n", " ")
+
+
+def test_another_attention_backend_is_taken_and_named(tmp_path, capsys):
+    arguments = [
+        "bench",
+        "--recipe",
+        "sd35_flow_grpo",
+        "--scale",
+        "tiny",
+        "--rounds",
+        "1",
+        "--quiet",
+        "--device",
+        "cpu",
+    ]
+    assert main([*arguments, "--attention-backend", "native"]) == 0
+    assert "tiny-sd35, attention native, float32" in capsys.readouterr().out
+    for wrong in ("nonsense", "flash"):
+        assert main([*arguments, "--attention-backend", wrong]) == 2
+        assert wrong in capsys.readouterr().err
+    for device in ("nonsense", "meta"):
+        assert main([*arguments, "--device", device]) == 2
+        assert f"device: '{device}' cannot be used" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", RECIPES)

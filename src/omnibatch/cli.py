@@ -13,7 +13,7 @@ import torch
 import omnibatch
 from omnibatch import tiny
 from omnibatch.bench.command import bench
-from omnibatch.cli_options import MODEL_OPTIONS, PACKING_OPTIONS, POSITIVE, SAMPLING_OPTIONS, options
+from omnibatch.cli_options import MODEL_OPTIONS, PACKING_OPTIONS, POSITIVE, SAMPLING_OPTIONS, options, require_device
 from omnibatch.config import ExecutionMode, RolloutConfig
 from omnibatch.dispatch import choose_mode
 from omnibatch.memory import activation_bytes_per_row, available_bytes, bytes_in_words
@@ -246,10 +246,7 @@ def _workload(
 
 
 def _load(model: str, algorithm: str, device: str | None, dtype: str | None) -> omnibatch.RolloutAdapter:
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device: {device!r} cannot be used: {str(error).splitlines()[0]}") from error
+    require_device(device)
     return omnibatch.load(model, algorithm, device, None if dtype is None else getattr(torch, dtype))
 
 

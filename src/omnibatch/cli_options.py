@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import click
+import torch
 
 from omnibatch.algorithms import ALGORITHMS
 from omnibatch.sde import SDE_TYPES
@@ -58,3 +59,11 @@ def options(*groups: list[Callable[..., Any]]) -> Callable[[Callable[..., Any]],
         return command
 
     return decorate
+
+
+def require_device(device: str | None) -> None:
+    """Raise a ``ValueError`` that names the device unless tensors can be made on it."""
+    try:
+        torch.empty(1, device=device).tolist()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"device: {device!r} cannot be used: {str(error).splitlines()[0]}") from error

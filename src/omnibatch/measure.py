@@ -95,8 +95,8 @@ def measure(
         capacities: requests at a time; those beyond the number of requests are left out, and with
             none left all requests at a time are tried.
         repeats: counted rounds, of which the median is taken.
-        cache: a JSON file. What it holds for this model, device, data type and latent shape is returned instead of
-            measuring; what is measured is added.
+        cache: a JSON file. What it holds for this model, device, data type, latent shape and kind of workload is
+            returned instead of measuring; what is measured is added.
         progress: show a bar.
 
     Raises:
@@ -104,7 +104,7 @@ def measure(
     """
     if not requests:
         raise ValueError("requests must hold at least one request")
-    key = _cache_key(adapter, requests[0])
+    key = _cache_key(adapter, requests, capacities)
     known = json.loads(Path(cache).read_text()) if cache is not None and Path(cache).exists() else {}
     if key in known:
         return _from_json(known[key])
@@ -187,10 +187,15 @@ def _should_fit(adapter: Any, config: RolloutConfig, peaks: dict[RolloutConfig, 
     return config.rows_per_forward <= largest_that_fits(known, limit)
 
 
-def _cache_key(adapter: Any, request: OmniDiffusionRequest) -> str:
+def _cache_key(adapter: Any, requests: Sequence[OmniDiffusionRequest], capacities: Sequence[int]) -> str:
     model = getattr(getattr(adapter, "pipeline", None), "name_or_path", None) or type(adapter).__name__
     device = torch.cuda.get_device_name(adapter.device) if adapter.device.type == "cuda" else adapter.device.type
-    return " | ".join([Path(model).name, device, str(adapter.dtype), str(adapter.shape_key(request))])
+    sampling = requests[0].sampling_params
+    workload = (
+        f"{len(requests)} requests x {sampling.num_outputs_per_prompt}, {sampling.num_inference_steps} steps, "
+        f"guidance {sampling.guidance_scale}, {sampling.true_cfg_scale}, capacities {list(capacities)}"
+    )
+    return " | ".join([str(model), device, str(adapter.dtype), str(adapter.shape_key(requests[0])), workload])
 
 
 def _from_json(content: dict[str, Any]) -> Measurement:

@@ -105,8 +105,8 @@ def stack_outputs(outputs: Sequence[DiffusionOutput], algorithm: str = "flow_grp
 
     Returns:
         The tensors of :func:`omnibatch.algorithms.training_fields`, ``(rows, ...)``, text padded with zeros and masks
-        with false to the longest; ``sigmas`` ``(rows, T + 1)`` and ``sde_windows`` ``(rows, 2)`` beside them. A field
-        that some outputs lack is left out.
+        with false to the longest, windows with zeros; ``sigmas`` ``(rows, T + 1)`` and ``sde_windows`` ``(rows, 2)``
+        beside them. A field that some outputs lack is left out.
     """
     per_output = []
     for output in outputs:

@@ -56,7 +56,9 @@ def adapter_class(pipeline_class: str, algorithm: str) -> type[RolloutAdapter]:
     if pipeline_class not in known:
         raise ValueError(f"no adapter for the pipeline class {pipeline_class!r}; there is one for {', '.join(known)}")
     if pipeline_class not in BUILT_IN or algorithm not in ALGORITHMS:
-        raise ValueError(f"no adapter for {pipeline_class} and the algorithm {algorithm!r}")
+        raise ValueError(
+            f"no adapter for {pipeline_class} and the algorithm {algorithm!r}; known are {', '.join(ALGORITHMS)}"
+        )
     module, name = BUILT_IN[pipeline_class]
     return getattr(importlib.import_module(module), name)
 

@@ -13,6 +13,7 @@ from omnibatch.adapters import RolloutAdapter, load
 from omnibatch.bench.floor import rollout_operations
 from omnibatch.bench.full_size import add_lora, build_pipeline, embedding_requests
 from omnibatch.bench.recipe_table import RecipeTable, Requests, measure_recipe
+from omnibatch.cli_options import require_device
 from omnibatch.prompt_files import make_requests
 from omnibatch.recipes import RECIPES, Recipe, find_recipe
 from omnibatch.rollout_files import writable_folder
@@ -35,7 +36,12 @@ ROUNDS = {"full": 3, "minutes": 1, "tiny": 3}
 @click.option("--model", help="A diffusers folder or a hub id with real weights.  [default: random weights]")
 @click.option("--device", help="Such as cuda:0.  [default: a GPU if there is one]")
 @click.option("--attention-backend", help="As diffusers names it, such as _flash_3.  [default: torch's own]")
-@click.option("--compile", "compiled", is_flag=True, help="Compile the transformer's blocks.")
+@click.option(
+    "--compile",
+    "compiled",
+    is_flag=True,
+    help="Compile the transformer's blocks, which takes minutes and pays where shapes are fixed.",
+)
 @click.option("--rounds", type=click.IntRange(min=1), help="Counted rounds.  [default: 3, for minutes 1]")
 @click.option("--out", metavar="DIR", help="Folder for the table as JSON, Markdown and a plot.")
 @click.option("--quiet", is_flag=True, help="No progress bar.")
@@ -52,14 +58,22 @@ def bench(
 ) -> None:
     """Measure a recipe: every mode, diffusers' own pipeline, and how close each is to the device's limit."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    require_device(device)
     scale = scale or ("full" if torch.device(device).type == "cuda" else "tiny")
     folder = None if out is None else writable_folder(out)
     adapter, workload, requests = workload_of(find_recipe(recipe), scale, device, model)
     operations = rollout_operations(adapter, requests(0))
+    variants = []
     if attention_backend is not None:
-        adapter.transformer.set_attention_backend(attention_backend)
+        try:
+            adapter.transformer.set_attention_backend(attention_backend)
+        except (RuntimeError, ImportError) as error:
+            raise ValueError(f"attention-backend: {attention_backend!r} cannot be used: {error}") from error
+        variants.append(f"attention {attention_backend}")
     if compiled:
-        adapter.transformer.compile_repeated_blocks()
+        variants.append("compiled blocks")
+        for block in adapter.transformer.transformer_blocks:
+            block.compile()
 
     def keep(table: RecipeTable) -> None:
         if folder is not None:
@@ -72,6 +86,7 @@ def bench(
         scale=scale,
         random_weights=model is None and scale != "tiny",
         operations=operations,
+        variant=", ".join(variants),
         repeats=rounds or ROUNDS[scale],
         progress=not quiet,
         on_round=keep,

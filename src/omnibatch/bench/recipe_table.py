@@ -75,6 +75,7 @@ class RecipeTable:
         images: a round's.
         operations: floating-point operations of a round's transformer forwards.
         matrix_rate: operations a second that the device reached on a large matrix product.
+        variant: how the transformer differed from what diffusers makes, such as another attention backend.
         rows: a way of running each.
     """
 
@@ -89,6 +90,7 @@ class RecipeTable:
     images: int
     operations: float
     matrix_rate: float
+    variant: str = ""
     rows: list[TableRow] = field(default_factory=list)
 
     @property
@@ -124,8 +126,9 @@ class RecipeTable:
     def heading(self) -> str:
         """What was measured, on what and when, in a line; it goes wherever the numbers go."""
         weights = ", random weights and embeddings" if self.random_weights else ""
+        variant = f", {self.variant}" if self.variant else ""
         return (
-            f"{self.recipe}, scale {self.scale}: {self.images} images, {self.model}{weights}, {self.dtype}, "
+            f"{self.recipe}, scale {self.scale}: {self.images} images, {self.model}{weights}{variant}, {self.dtype}, "
             f"{self.device}, {self.date}, torch {self.versions['torch']}, diffusers {self.versions['diffusers']}"
         )
 
@@ -180,6 +183,7 @@ def measure_recipe(
     scale: str,
     random_weights: bool,
     operations: float | None = None,
+    variant: str = "",
     repeats: int = 3,
     progress: bool = False,
     on_round: Callable[[RecipeTable], None] | None = None,
@@ -195,6 +199,7 @@ def measure_recipe(
         scale: noted in the result.
         random_weights: noted in the result.
         operations: of a round's transformer forwards; counted if not given.
+        variant: noted in the result.
         repeats: counted rounds.
         progress: show a bar.
         on_round: called with what there is after every run, so that it can be kept as it comes.
@@ -213,6 +218,7 @@ def measure_recipe(
         images=sum(request.sampling_params.num_outputs_per_prompt for request in requests),
         operations=rollout_operations(adapter, requests) if operations is None else operations,
         matrix_rate=matrix_rate(adapter.device, adapter.dtype),
+        variant=variant,
         rows=[row for row, _ in runs],
     )
     with tqdm(total=len(runs) * (repeats + 1), desc=recipe.name, unit="run", disable=not progress, leave=False) as bar:
