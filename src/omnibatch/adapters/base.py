@@ -92,13 +92,8 @@ class RolloutAdapter(ABC):
             request: whose prompt it is.
             prefix: ``""`` for the prompt, ``"negative_"`` for the negative prompt.
         """
-        return given_embeddings(
-            request,
-            prefix,
-            self._weight,
-            self.transformer.config.joint_attention_dim,
-            has_mask=self.has_text_mask,
-        )
+        width = self.transformer.config.joint_attention_dim
+        return given_embeddings(request, prefix, self._weight, width, has_mask=self.has_text_mask)
 
     @abstractmethod
     def prompt_tokens(self, request: OmniDiffusionRequest, prefix: str) -> Hashable:
