@@ -86,6 +86,15 @@ def test_really_run_it_gives_a_table():
     assert (table["gen time (s)"] > 0).all()
 
 
+def test_a_cache_that_cannot_be_used_is_named_before_anything_is_measured(tmp_path):
+    broken, other = tmp_path / "broken.json", tmp_path / "list.json"
+    broken.write_text("{")
+    other.write_text("[]")
+    for path, wrong in ((broken, "read as JSON"), (other, "a JSON object, got list"), (tmp_path / "no" / "c", "folder")):
+        with pytest.raises(ValueError, match=f"^cache: .*{wrong}"):
+            measure(Measurable(), requests(), cache=path)
+
+
 def test_a_measurement_is_cached(clock, tmp_path):
     runs = clock(lambda config: 1.0 / config.max_num_seqs)
     cache = tmp_path / "cache.json"

@@ -100,12 +100,12 @@ def measure(
         progress: show a bar.
 
     Raises:
-        ValueError: when there are no requests.
+        ValueError: when there are no requests, or when the cache is no such file or its folder is missing.
     """
     if not requests:
         raise ValueError("requests must hold at least one request")
     key = _cache_key(adapter, requests, capacities)
-    known = json.loads(Path(cache).read_text()) if cache is not None and Path(cache).exists() else {}
+    known = {} if cache is None else _read_cache(Path(cache))
     if key in known:
         return _from_json(known[key])
     rows_per_request = max(request.sampling_params.num_outputs_per_prompt for request in requests)
@@ -196,6 +196,20 @@ def _cache_key(adapter: Any, requests: Sequence[OmniDiffusionRequest], capacitie
         f"guidance {sampling.guidance_scale}, {sampling.true_cfg_scale}, capacities {list(capacities)}"
     )
     return " | ".join([str(model), device, str(adapter.dtype), str(adapter.shape_key(requests[0])), workload])
+
+
+def _read_cache(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        if not path.parent.is_dir():
+            raise ValueError(f"cache: the folder of {path} does not exist")
+        return {}
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cache: {path} cannot be read as JSON: {error}") from error
+    if not isinstance(known, dict):
+        raise ValueError(f"cache: {path} must hold a JSON object, got {type(known).__name__}")
+    return known
 
 
 def _from_json(content: dict[str, Any]) -> Measurement:

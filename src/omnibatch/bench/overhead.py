@@ -103,7 +103,7 @@ def measure_overhead(adapter: RolloutAdapter, repeats: int = 12, steps: int = ST
     )
 
     def run_engine(step_execution: bool) -> Callable[[list[str]], torch.Tensor]:
-        config = RolloutConfig(step_execution=step_execution, max_num_seqs=ROWS, decode_rows=ROWS)
+        config = RolloutConfig(step_execution=step_execution, max_num_seqs=ROWS)
 
         def run(prompts: list[str]) -> torch.Tensor:
             requests = make_requests(prompts, sampling, images_per_prompt=ROWS // PROMPTS)

@@ -112,7 +112,7 @@ class RecipeTable:
                 "run": row.name,
                 "rows a call": row.rows_per_call or "all",
                 "gen time (s)": round(median, 3),
-                "spread (s)": round(max(row.seconds) - min(row.seconds), 3),
+                "spread (s)": round(max(row.seconds) - min(row.seconds), 3) if len(row.seconds) > 1 else "one round",
                 "images/s": round(self.images / median, 2),
                 "speed-up": round(statistics.median(ratios), 2) if ratios else None,
                 "in transformer": f"{share:.0%}",
