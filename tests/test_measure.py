@@ -90,7 +90,11 @@ def test_a_cache_that_cannot_be_used_is_named_before_anything_is_measured(tmp_pa
     broken, other = tmp_path / "broken.json", tmp_path / "list.json"
     broken.write_text("{")
     other.write_text("[]")
-    for path, wrong in ((broken, "read as JSON"), (other, "a JSON object, got list"), (tmp_path / "no" / "c", "folder")):
+    for path, wrong in (
+        (broken, "read as JSON"),
+        (other, "a JSON object, got list"),
+        (tmp_path / "no" / "c", "folder"),
+    ):
         with pytest.raises(ValueError, match=f"^cache: .*{wrong}"):
             measure(Measurable(), requests(), cache=path)
 

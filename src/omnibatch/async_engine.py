@@ -45,6 +45,11 @@ class AsyncRolloutEngine:
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are taken: not after :meth:`close`, nor after something ended the thread."""
+        return not self._stopping
+
     async def generate(self, request: OmniDiffusionRequest) -> DiffusionOutput:
         """Run one request to its end.
 
@@ -69,6 +74,7 @@ class AsyncRolloutEngine:
             RuntimeError: when the engine is closed, or the weights are being updated already.
         """
         ready: Future[None] = Future()
+        left: Future[None] = Future()
         released = threading.Event()
         with self._lock:
             if self._released is not None:
@@ -78,11 +84,14 @@ class AsyncRolloutEngine:
         def update() -> None:
             if not ready.set_running_or_notify_cancel():
                 return
-            with self._engine.update_weights(abort_running=abort_running):
-                # Whoever awaits what has just ended may do so within the context.
-                self._deliver(self._engine.step())
-                ready.set_result(None)
-                released.wait()
+            try:
+                with self._engine.update_weights(abort_running=abort_running):
+                    # Whoever awaits what has just ended may do so within the context.
+                    self._deliver(self._engine.step())
+                    ready.set_result(None)
+                    released.wait()
+            finally:
+                left.set_result(None)
 
         try:
             self._command(update)
@@ -91,6 +100,9 @@ class AsyncRolloutEngine:
         finally:
             released.set()
             self._released = None
+            if ready.done() and not ready.cancelled():
+                # Only then has the engine its new version.
+                await asyncio.wrap_future(left)
 
     def close(self) -> None:
         """End everything in flight with an error and stop the thread."""

@@ -18,7 +18,7 @@ from omnibatch.request import (
     OmniDiffusionRequest,
     RequestAborted,
     RolloutError,
-    is_integer,
+    requested_steps,
     validate_request_id,
 )
 from omnibatch.runner import LifecycleRunner
@@ -51,6 +51,7 @@ class RolloutEngine:
 
     Attributes:
         weights_version: how often the weights were updated through :meth:`update_weights`.
+        steps_done: denoising steps that all requests together have taken.
 
     Raises:
         ValueError: when the adapter lacks what the mode needs.
@@ -77,7 +78,7 @@ class RolloutEngine:
         self._ended: dict[str, DiffusionOutput] = {}
         self._claimed: set[str] = set()
         self.weights_version = 0
-        self._steps_done = 0
+        self.steps_done = 0
         self._closed = self._paused = False
 
     def __enter__(self) -> RolloutEngine:
@@ -222,7 +223,7 @@ class RolloutEngine:
         requests = list(requests)
         place_of: dict[str, int] = {}
         refused = []
-        before = self._steps_done
+        before = self.steps_done
         try:
             for place, request in enumerate(requests):
                 try:
@@ -232,7 +233,7 @@ class RolloutEngine:
                 except ValueError as error:
                     name = str(getattr(request, "request_id", place))
                     refused.append((place, DiffusionOutput(name, error=error)))
-            total = sum(_num_steps(requests[place]) for place in place_of.values())
+            total = sum(requested_steps(requests[place]) for place in place_of.values())
             yield from refused
             with tqdm(total=total, unit="step", disable=not progress, desc="denoising", leave=False) as bar:
                 while place_of:
@@ -242,12 +243,12 @@ class RolloutEngine:
                     time.sleep(self.wait_seconds())
                     self._tick()
                     bar.set_postfix(in_flight=len(self._running), refresh=False)
-                    bar.update(self._steps_done - before - bar.n)
+                    bar.update(self.steps_done - before - bar.n)
                     ended = self._take([request_id for request_id in self._ended if request_id in place_of])
                     pairs = [(place_of.pop(output.request_id), output) for output in ended]
                     if on_step is not None:
                         done = len(requests) - len(place_of)
-                        on_step(Progress(self._steps_done - before, total, len(self._running), done))
+                        on_step(Progress(self.steps_done - before, total, len(self._running), done))
                     yield from pairs
         finally:
             # Whatever stopped the loop, nothing of this call stays in flight.
@@ -273,7 +274,7 @@ class RolloutEngine:
             except Exception as error:
                 self._fail(request_id, error)
         active = [state for state in self._running.values() if not state.denoise_completed]
-        self._steps_done += len(active)
+        self.steps_done += len(active)
         for state, fault in self._runner.advance(active):
             self._fail(state.request_id, fault)
         completed = [state for state in self._running.values() if state.denoise_completed]
@@ -287,7 +288,7 @@ class RolloutEngine:
         requests = [self._waiting[request_id][0] for request_id in admitted]
         for request, output in zip(requests, run_wave(self.adapter, requests)):
             if output.error is None:
-                self._steps_done += _num_steps(request)
+                self.steps_done += requested_steps(request)
             self._end(output)
 
     def _require_open(self) -> None:
@@ -321,8 +322,3 @@ class RolloutEngine:
         except Exception:
             # The request is malformed; preparing it will say how, in its own output.
             return None
-
-
-def _num_steps(request: OmniDiffusionRequest) -> int:
-    steps = getattr(request.sampling_params, "num_inference_steps", 0)
-    return int(steps) if is_integer(steps) else 0

@@ -285,6 +285,12 @@ def validate_request_id(request_id: Any) -> None:
         raise ValueError(f"request_id must be a non-empty string, got {request_id!r}")
 
 
+def requested_steps(request: OmniDiffusionRequest) -> int:
+    """Denoising steps that a request asks for; 0 where what it asks for is no number."""
+    steps = getattr(request.sampling_params, "num_inference_steps", 0)
+    return int(steps) if is_integer(steps) else 0
+
+
 def is_integer(value: Any) -> bool:
     """Whether it is an integer of any library, and no truth value."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)

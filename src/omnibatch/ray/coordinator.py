@@ -1,0 +1,314 @@
+"""What happens in a pool's own thread: requests are handed out, outputs awaited, lost ones run again."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray.exceptions import RayTaskError
+
+from omnibatch.ray.assignment import Assignment
+from omnibatch.ray.cluster import Cluster
+from omnibatch.ray.replica import StaleWeights
+from omnibatch.ray.supervisor import SupervisedReplica
+from omnibatch.ray.transfer import unpack_output
+from omnibatch.ray.weights import WeightsUpdate
+from omnibatch.request import (
+    DiffusionOutput,
+    OmniDiffusionRequest,
+    RequestAborted,
+    is_integer,
+    requested_steps,
+    validate_request_id,
+)
+
+# How long the first replica that is ready waits for the others.
+GRACE_SECONDS = 60.0
+
+
+@dataclass(eq=False)
+class _Pending:
+    """A request as it was given and as it is sent, where its output is awaited, and the call that runs it."""
+
+    given: OmniDiffusionRequest
+    sent: OmniDiffusionRequest
+    ended: Future[DiffusionOutput]
+    reference: ray.ObjectRef | None = None
+    call: asyncio.Task[None] | None = None
+
+
+class Coordinator:
+    """Everything of a pool that changes; used in one event loop alone.
+
+    Args:
+        make_actor: makes a :class:`~omnibatch.ray.replica.Replica` actor.
+        capacity: requests that a replica holds at most.
+        num_replicas: actors.
+        health_check_timeout_s: after which an actor without a sign of life counts as hanging.
+
+    Attributes:
+        weights_version: of the weights that requests are run with.
+    """
+
+    def __init__(self, make_actor: Callable[[], Any], capacity: int, num_replicas: int, health_check_timeout_s: float):
+        self.weights_version = 0
+        self._assignment = Assignment(capacity)
+        self._pending: dict[str, _Pending] = {}
+        self._sendings = itertools.count()
+        self._updates: list[WeightsUpdate] = []
+        self._sent_weights: dict[int, Mapping[str, Any]] = {}
+        self._updating = self._dispatch_is_due = False
+        self._idle = asyncio.Event()
+        self._failure: Exception | None = None
+        self._keepers: list[asyncio.Task[None]] = []
+        cluster = Cluster(on_reconnect=self._send_weights_again)
+        self._replicas = {
+            name: SupervisedReplica(name, make_actor, cluster, health_check_timeout_s)
+            for name in (f"replica-{index}" for index in range(num_replicas))
+        }
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas that take requests now."""
+        return len(self._assignment.replicas)
+
+    async def start(self) -> None:
+        """Return when all replicas are up, or when the first is and the others take long.
+
+        Raises:
+            RuntimeError: when one cannot be made.
+        """
+        self._keepers = [asyncio.ensure_future(self._keep(replica)) for replica in self._replicas.values()]
+        waited = 0.0
+        while self.num_replicas < len(self._keepers) and waited < GRACE_SECONDS:
+            if self._failure is not None:
+                raise RuntimeError(f"a replica could not be made: {last_line(self._failure)}") from self._failure
+            if self.num_replicas:
+                waited += 0.1
+            await asyncio.sleep(0.1)
+        if missing := len(self._keepers) - self.num_replicas:
+            warnings.warn(
+                f"{missing} of {len(self._keepers)} replicas are not up: the cluster may lack the resources for them. "
+                "They join when they are",
+                stacklevel=2,
+            )
+
+    async def stop(self) -> None:
+        """End everything in flight with an error, and the replicas."""
+        for keeper in self._keepers:
+            keeper.cancel()
+        for request_id in list(self._pending):
+            self.abort(request_id, reason=f"the pool was closed before request {request_id!r} ended")
+        for replica in self._replicas.values():
+            replica.kill(restart=False)
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+
+    def add(self, requests: Sequence[tuple[OmniDiffusionRequest, Future[DiffusionOutput]]]) -> None:
+        """Take requests, each with where its output goes; together, so that their groups are known before the first
+        is handed out."""
+        for request, ended in requests:
+            # Nobody but the pool ends it.
+            ended.set_running_or_notify_cancel()
+            try:
+                self._add(request, ended)
+            except Exception as error:
+                ended.set_result(DiffusionOutput(str(getattr(request, "request_id", "")), error=error))
+        self._dispatch_soon()
+
+    def abort(self, request_id: str, ended: Future[DiffusionOutput] | None = None, *, reason: str = "") -> bool:
+        """End a request, unless its id means another one than ``ended`` awaits by now.
+
+        Returns:
+            Whether it was in flight.
+        """
+        pending = self._pending.get(request_id)
+        if pending is None or (ended is not None and pending.ended is not ended):
+            return False
+        if pending.call is not None:
+            pending.call.cancel()
+        if pending.reference is not None:
+            # The replica may be gone, or done with it.
+            with suppress(Exception):
+                ray.cancel(pending.reference)
+        self._assignment.finish(request_id)
+        self._end(request_id, error=RequestAborted(reason or f"request {request_id!r} was aborted"))
+        return True
+
+    async def update_weights(
+        self, reference: ray.ObjectRef, kept: Mapping[str, Any], lora_config: Any, adapter_name: str
+    ) -> int:
+        """Let everything in flight end, write the weights in every replica, and go on.
+
+        Args:
+            reference: of the weights in Ray's object store.
+            kept: the weights, as they can be put there again.
+            lora_config: as for :func:`~omnibatch.ray.weights.write_weights`.
+            adapter_name: likewise.
+
+        Returns:
+            The new version.
+
+        Raises:
+            ValueError: when the replicas refuse the weights.
+            RuntimeError: when weights are being updated already.
+        """
+        if self._updating:
+            raise RuntimeError("the weights are being updated already")
+        self._updating = True
+        try:
+            while self._assignment.num_in_flight:
+                self._idle.clear()
+                await self._idle.wait()
+            version = self.weights_version + 1
+            update = WeightsUpdate(version, [reference], frozenset(kept), lora_config, adapter_name)
+            updates = [earlier for earlier in self._updates if not update.covers(earlier)] + [update]
+            up = [self._replicas[name].actor for name in self._assignment.replicas]
+            # One first: what it refuses, all would refuse.
+            for actors in (up[:1], up[1:]):
+                for error in await asyncio.gather(*[_apply(actor, updates) for actor in actors]):
+                    if isinstance(error, ValueError):
+                        raise ValueError(last_line(error).removeprefix("ValueError: ")) from error
+            self._updates, self.weights_version = updates, version
+            self._sent_weights = {known.version: self._sent_weights.get(known.version, kept) for known in updates}
+            return version
+        finally:
+            self._updating = False
+            self._dispatch_soon()
+
+    def _add(self, request: OmniDiffusionRequest, ended: Future[DiffusionOutput]) -> None:
+        if not isinstance(request, OmniDiffusionRequest):
+            raise ValueError(f"a request must be an OmniDiffusionRequest, got {type(request).__name__}")
+        validate_request_id(request.request_id)
+        if self._failure is not None:
+            raise RuntimeError(f"no replica is left: {last_line(self._failure)}") from self._failure
+        outputs = getattr(request.sampling_params, "num_outputs_per_prompt", 1)
+        work = requested_steps(request) * (int(outputs) if is_integer(outputs) else 1)
+        self._assignment.add(request.request_id, _group_of(request), work)
+        self._pending[request.request_id] = _Pending(request, _with_seed(request), ended)
+
+    def _dispatch_soon(self) -> None:
+        if not self._dispatch_is_due:
+            self._dispatch_is_due = True
+            asyncio.get_running_loop().call_soon(self._dispatch)
+
+    def _dispatch(self) -> None:
+        self._dispatch_is_due = False
+        while not self._updating and (assigned := self._assignment.next()) is not None:
+            request_id, name = assigned
+            pending = self._pending[request_id]
+            pending.call = asyncio.ensure_future(self._run(request_id, pending, self._replicas[name]))
+
+    async def _run(self, request_id: str, pending: _Pending, replica: SupervisedReplica) -> None:
+        # A name of its own for each sending, so that one that is still being aborted cannot be in the way.
+        sent = replace(pending.sent, request_id=f"{request_id} ({next(self._sendings)})")
+        try:
+            try:
+                output = await self._send(sent, pending, replica)
+            except StaleWeights:
+                # Ray has started it again in the meantime.
+                await replica.actor.apply.remote(self._updates)
+                output = await self._send(sent, pending, replica)
+        except StaleWeights:
+            replica.report()
+        except (RayTaskError, TypeError) as error:
+            # Not the replica's fault: what was to be sent, there or back, cannot be.
+            reason = error.__cause__ or last_line(error)
+            self._assignment.finish(request_id)
+            self._end(request_id, error=TypeError(f"the request or its output cannot be sent: {reason}"))
+        except Exception:
+            replica.report()
+        else:
+            self._assignment.finish(request_id)
+            self._end(request_id, output)
+
+    async def _send(
+        self, request: OmniDiffusionRequest, pending: _Pending, replica: SupervisedReplica
+    ) -> DiffusionOutput:
+        pending.reference = replica.actor.generate.remote(request, self.weights_version)
+        return unpack_output(await pending.reference)
+
+    def _end(self, request_id: str, output: DiffusionOutput | None = None, error: Exception | None = None) -> None:
+        """Hand over the output of a request that the assignment has forgotten."""
+        pending = self._pending.pop(request_id)
+        output = output or DiffusionOutput(request_id, error=error)
+        output.request_id = request_id
+        if output.error is None:
+            output.sampling_params = pending.given.sampling_params
+        pending.ended.set_result(output)
+        if not self._assignment.num_in_flight:
+            self._idle.set()
+        self._dispatch_soon()
+
+    async def _keep(self, replica: SupervisedReplica) -> None:
+        """Look after a replica, from one life to the next."""
+        try:
+            while True:
+                await replica.bring_up(lambda: self._updates)
+                self._assignment.add_replica(replica.name)
+                self._dispatch_soon()
+                await replica.until_lost(lambda: bool(self._assignment.on(replica.name)))
+                self._lose(replica)
+        except Exception as error:
+            del self._replicas[replica.name]
+            if not self._replicas:
+                self._failure = error
+                for request_id in list(self._pending):
+                    self._assignment.finish(request_id)
+                    self._end(request_id, error=RuntimeError(f"no replica is left: {last_line(error)}"))
+
+    def _lose(self, replica: SupervisedReplica) -> None:
+        for request_id in self._assignment.on(replica.name):
+            pending = self._pending[request_id]
+            if pending.call is not None:
+                pending.call.cancel()
+            pending.call = pending.reference = None
+        for request_id in self._assignment.lose_replica(replica.name):
+            message = f"request {request_id!r} brought its replica down each time it ran"
+            self._end(request_id, error=RuntimeError(message))
+        if not self._assignment.num_in_flight:
+            self._idle.set()
+        self._dispatch_soon()
+
+    def _send_weights_again(self) -> None:
+        """Put the weights into the store of a Ray that was restarted."""
+        self._updates = [
+            update._replace(weights=[ray.put(self._sent_weights[update.version])]) for update in self._updates
+        ]
+
+
+async def _apply(actor: Any, updates: Sequence[WeightsUpdate]) -> Exception | None:
+    try:
+        await actor.apply.remote(updates)
+    except Exception as error:
+        return error
+    return None
+
+
+def _group_of(request: OmniDiffusionRequest) -> Hashable:
+    """Equal for requests whose prompt is encoded once if they share a replica."""
+    try:
+        prompt = request.prompt_field("prompt")
+    except ValueError:
+        prompt = None
+    return prompt if isinstance(prompt, str) else request.request_id
+
+
+def _with_seed(request: OmniDiffusionRequest) -> OmniDiffusionRequest:
+    """The request with a seed of its own, so that running it again gives the same result."""
+    sampling = request.sampling_params
+    if getattr(sampling, "seed", 0) is not None or getattr(sampling, "generator", None) is not None:
+        return request
+    return replace(request, sampling_params=replace(sampling, seed=secrets.randbelow(2**31)))
+
+
+def last_line(error: Exception) -> str:
+    """What an error of another process comes down to; the lines before are its traceback."""
+    return str(error).strip().splitlines()[-1]

@@ -1,0 +1,84 @@
+"""New weights for replicas: sent once, written all or none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from omnibatch.ray.transfer import TensorBytes, to_tensor
+
+
+class WeightsUpdate(NamedTuple):
+    """One update of the transformer's weights.
+
+    Attributes:
+        version: that outputs carry from then on.
+        weights: bytes by name, within a list of one object reference, so that Ray passes the reference on.
+        names: which weights it writes.
+        lora_config: the PEFT configuration of the adapter that ``weights`` belongs to, or ``None`` for weights by the
+            transformer's own names.
+        adapter_name: of that adapter.
+    """
+
+    version: int
+    weights: list[Any]
+    names: frozenset[str]
+    lora_config: Any
+    adapter_name: str
+
+    def covers(self, other: WeightsUpdate) -> bool:
+        """Whether nothing of the other update would be left after this one."""
+        same_kind = (self.lora_config is None) == (other.lora_config is None)
+        return same_kind and self.adapter_name == other.adapter_name and self.names >= other.names
+
+
+def write_weights(
+    transformer: Any, sent: Mapping[str, TensorBytes], lora_config: Any = None, adapter_name: str = "default"
+) -> None:
+    """Write weights into a transformer.
+
+    Args:
+        transformer: of diffusers.
+        sent: weights by name: the transformer's own names or, with ``lora_config``, those that
+            ``peft.get_peft_model_state_dict`` gives.
+        lora_config: of the adapter, which is added if the transformer has none of that name.
+        adapter_name: of the adapter.
+
+    Raises:
+        ValueError: naming a weight that the model lacks or has in another shape; then nothing was written.
+    """
+    weights = {name: to_tensor(value) for name, value in sent.items()}
+    if lora_config is None:
+        own = transformer.state_dict()
+        _require_fitting(weights, own, complete=False)
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                own[name].copy_(tensor)
+        return
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    is_new = adapter_name not in getattr(transformer, "peft_config", {})
+    if is_new:
+        transformer.add_adapter(lora_config, adapter_name)
+    try:
+        _require_fitting(weights, get_peft_model_state_dict(transformer, adapter_name=adapter_name), complete=True)
+    except ValueError:
+        if is_new:
+            transformer.delete_adapters(adapter_name)
+        raise
+    set_peft_model_state_dict(transformer, weights, adapter_name)
+
+
+def _require_fitting(weights: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], complete: bool) -> None:
+    for name, tensor in weights.items():
+        if name not in own:
+            raise ValueError(f"state_dict holds {name!r}, which the transformer lacks")
+        if own[name].shape != tensor.shape:
+            raise ValueError(
+                f"state_dict[{name!r}] must have the shape {tuple(own[name].shape)}, got {tuple(tensor.shape)}"
+            )
+    missing = own.keys() - weights.keys()
+    if complete and missing:
+        raise ValueError(f"state_dict lacks {min(missing)!r} of the adapter")

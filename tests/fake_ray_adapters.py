@@ -1,0 +1,55 @@
+"""Adapters for replicas, without a model, that misbehave as they are told to."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import torch
+from fake_adapter import FakeAdapter
+
+
+class PidAdapter(FakeAdapter):
+    """Writes the number of its process into its pictures, as three bytes, at a device's pace, the same in each."""
+
+    def denoise_step(self, input_batch):
+        time.sleep(0.02)
+        return super().denoise_step(input_batch)
+
+    def post_decode(self, states, decode_rows=1):
+        pid = torch.tensor(list(os.getpid().to_bytes(3, "little")), dtype=torch.uint8)
+        for state in states:
+            state.images = pid.view(1, 3, 1, 1).expand(state.num_outputs, 3, 1, 1)
+
+
+class FaultyAdapter(FakeAdapter):
+    """Does what a prompt says in the first step, each time or, with a file to leave a mark in, once."""
+
+    def __init__(self, marks: str):
+        self.marks = Path(marks)
+
+    def denoise_step(self, input_batch):
+        for state in input_batch.states:
+            what, _, once = str(state.request.prompt).partition(" ")
+            mark = self.marks / f"{what}-{once}"
+            if what in dir(self) and not (once and mark.exists()):
+                mark.touch()
+                getattr(self, what)()
+        return super().denoise_step(input_batch)
+
+    def crash(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def hang(self):
+        time.sleep(1000)
+
+    def break_device(self):
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    def fail(self):
+        raise UnsendableError("an error with a lock", threading.Lock())
+
+
+class UnsendableError(Exception):
+    """Holds what cannot be pickled."""
