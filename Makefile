@@ -54,13 +54,14 @@ nbval: install ## run the notebooks and compare their outputs with those kept
 nightly: install ## the engine's state machine, at length
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest tests/test_engine_states.py
 
-bench: install ## the recipes' tables, overhead, scheduler cost, arrivals over time, replay at another shape
+bench: install ## the recipes' tables, overhead, scheduler cost, arrivals over time, replay at another shape, replicas
 	$(BIN)/omnibatch bench --recipe qwen_image_flow_grpo
 	$(BIN)/omnibatch bench --recipe sd35_flow_grpo
 	$(BIN)/python -m omnibatch.bench.overhead
 	$(BIN)/python -m omnibatch.bench.scheduler_cost
 	$(BIN)/python -m omnibatch.bench.arrivals
 	$(BIN)/python -m omnibatch.bench.replay_mismatch
+	$(BIN)/python -m omnibatch.bench.scale_out
 
 clean: ## remove what was made
 	rm -rf $(VENV) _build rollouts .pytest_cache .hypothesis .mypy_cache .ruff_cache .coverage

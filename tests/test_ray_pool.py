@@ -15,8 +15,10 @@ import ray
 import torch
 from fake_ray_adapters import FaultyAdapter, PidAdapter
 from peft import LoraConfig, get_peft_model_state_dict
+from safetensors.torch import load_file
 
 import omnibatch as ob
+from omnibatch.cli import main
 from omnibatch.prompt_files import make_requests
 from omnibatch.ray import RolloutPool
 from omnibatch.request import RequestAborted
@@ -286,6 +288,22 @@ def test_a_closed_pool_ends_what_is_in_flight_and_takes_no_more():
 def test_a_progress_bar_counts_requests(pool, capsys):
     pool.generate(mixed_requests(), progress=True)
     assert "request" in capsys.readouterr().err
+
+
+def test_the_command_runs_on_replicas(engine, tmp_path, capsys):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(EXAMPLE_PROMPTS[:3]))
+    arguments = ["rollout", "--model", "tiny-sd35", "--prompts", str(prompts), "--images-per-prompt", "2", "--quiet"]
+    arguments += ["--max-sequence-length", "48", "--rows-per-forward", "4", "--steps", "3"]
+    for name, more in (("here", []), ("replicas", ["--replicas", "2"])):
+        assert main([*arguments, "--out", str(tmp_path / name), *more]) == 0
+    here, replicas = (load_file(tmp_path / name / "rollouts.safetensors") for name in ("here", "replicas"))
+    assert here.keys() == replicas.keys()
+    assert all(torch.equal(here[name], replicas[name]) for name in here)
+    assert "6 images in mode step (2 replicas)" in capsys.readouterr().out
+    nowhere = [*arguments[:2], "nonsense", *arguments[3:], "--out", str(tmp_path / "nowhere"), "--replicas", "2"]
+    assert main(nowhere) == 2
+    assert "omnibatch: error: a replica could not be made: ValueError: model 'nonsense'" in capsys.readouterr().err
 
 
 def test_thousands_of_requests_are_balanced_and_leave_nothing_behind():

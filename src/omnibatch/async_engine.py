@@ -47,7 +47,7 @@ class AsyncRolloutEngine:
 
     @property
     def is_running(self) -> bool:
-        """Whether requests are taken: not after :meth:`close`, nor after something ended the thread."""
+        """False after :meth:`close`, and after something ended the thread; then no more requests are taken."""
         return not self._stopping
 
     async def generate(self, request: OmniDiffusionRequest) -> DiffusionOutput:

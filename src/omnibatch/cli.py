@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import click
@@ -47,6 +49,7 @@ app.add_command(bench)
     help="How to pack.",
 )
 @click.option("--max-num-seqs", type=POSITIVE, help="Requests in flight, or in a wave.  [default: 32]")
+@click.option("--replicas", type=POSITIVE, help="Run in so many Ray actors, a device each.  [default: in this process]")
 @options(MODEL_OPTIONS, SAMPLING_OPTIONS, PACKING_OPTIONS)
 def rollout(
     prompts: str,
@@ -54,6 +57,7 @@ def rollout(
     images_per_prompt: int | None,
     mode: str,
     max_num_seqs: int | None,
+    replicas: int | None,
     rows_per_forward: int | None,
     quiet: bool,
     algorithm: str,
@@ -74,19 +78,27 @@ def rollout(
         negative_prompt=negative_prompt,
     )
     folder = writable_folder(out)
-    adapter = _load(model, algorithm, device, dtype)
-    _prepare_first(adapter, requests)
+    wish = None if mode == "auto" else ExecutionMode(mode)
+    if replicas is None:
+        adapter = _load(model, algorithm, device, dtype)
+        _prepare_first(adapter, requests)
     if mode == "auto" and recipe is not None:
         execution_mode, reason = recipe.config.mode, f"as in {recipe.name}"
+    elif replicas is None:
+        execution_mode, reason = choose_mode(adapter, wish=wish)
     else:
-        execution_mode, reason = choose_mode(adapter, wish=None if mode == "auto" else ExecutionMode(mode))
+        execution_mode, reason = wish or ExecutionMode.STEP, f"{replicas} replicas"
     config = RolloutConfig.for_mode(
         execution_mode,
         max_num_seqs or (recipe.config.max_num_seqs if recipe else 32),
         rows_per_forward=rows_per_forward or (recipe.config.rows_per_forward if recipe else None),
     )
     click.echo(f"{len(requests)} images in mode {execution_mode.value} ({reason})")
-    outputs = omnibatch.RolloutEngine(adapter, config).generate(requests, return_errors=True, progress=not quiet)
+    if replicas is None:
+        outputs = omnibatch.RolloutEngine(adapter, config).generate(requests, return_errors=True, progress=not quiet)
+    else:
+        with _pool(partial(_load, model, algorithm, device, dtype), config, replicas) as pool:
+            outputs = pool.generate(requests, return_errors=True, progress=not quiet)
     write_rollouts(folder, requests, outputs, algorithm)
     failed = [output for output in outputs if output.error is not None]
     click.echo(f"{len(outputs) - len(failed)} of {len(outputs)} requests finished, written to {folder}")
@@ -248,6 +260,22 @@ def _workload(
 def _load(model: str, algorithm: str, device: str | None, dtype: str | None) -> omnibatch.RolloutAdapter:
     require_device(device)
     return omnibatch.load(model, algorithm, device, None if dtype is None else getattr(torch, dtype))
+
+
+def _pool(make_adapter: Callable[[], omnibatch.RolloutAdapter], config: RolloutConfig, replicas: int) -> Any:
+    try:
+        from omnibatch.ray import RolloutPool
+    except ModuleNotFoundError as error:
+        raise ValueError(f"replicas: {error}") from error
+    import ray
+
+    if not ray.is_initialized():
+        # What goes wrong in a replica comes back as an error; Ray's logs have the rest.
+        ray.init(logging_level=logging.ERROR, log_to_driver=False)
+    try:
+        return RolloutPool(make_adapter, config=config, num_replicas=replicas)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
 
 
 def _prepare_first(adapter: omnibatch.RolloutAdapter, requests: Sequence[OmniDiffusionRequest]) -> StepRequestState:

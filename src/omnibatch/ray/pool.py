@@ -49,9 +49,10 @@ class RolloutPool:
         RuntimeError: when a replica cannot be made, with what its process said.
 
     Example:
-        >>> with RolloutPool("tiny-sd35", config=config, num_replicas=2) as pool:  # doctest: +SKIP
-        ...     outputs = pool.generate(requests, progress=True)
-        ...     pool.update_weights(transformer.state_dict())
+        >>> def rollouts(requests, trained_weights):
+        ...     with RolloutPool("tiny-sd35", num_replicas=2) as pool:
+        ...         pool.update_weights(trained_weights)
+        ...         return pool.generate(requests, progress=True)
     """
 
     def __init__(
