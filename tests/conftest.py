@@ -1,5 +1,7 @@
 """Models and requests that several test modules share."""
 
+import logging
+
 import pytest
 import torch
 
@@ -64,3 +66,28 @@ def assert_same():
             assert (output.output.int() - expected.output.int()).abs().max() <= (0 if tolerance == 0 else 1)
 
     return compare
+
+
+@pytest.fixture(scope="module")
+def local_ray():
+    """A Ray of this test module, with more places than cores."""
+    import fake_adapter
+    import fake_ray_adapters
+    import ray
+
+    for module in (fake_adapter, fake_ray_adapters):
+        ray.cloudpickle.register_pickle_by_value(module)
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def engine_like_replicas():
+    """An engine over tiny-sd35 with one thread, as replicas have: a kernel may round differently with more."""
+    from ray_helpers import CONFIG
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield ob.RolloutEngine(ob.load("tiny-sd35", device="cpu", dtype=torch.float32), CONFIG)
+    torch.set_num_threads(threads)

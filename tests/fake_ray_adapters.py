@@ -47,8 +47,36 @@ class FaultyAdapter(FakeAdapter):
     def break_device(self):
         raise torch.AcceleratorError("CUDA error: device-side assert triggered")
 
+    def leave(self):
+        raise SystemExit("an adapter that leaves")
+
+    def stop(self):
+        raise StopIteration("no more steps")
+
     def fail(self):
         raise UnsendableError("an error with a lock", threading.Lock())
+
+    @classmethod
+    def anywhere(cls):
+        """One that leaves no marks."""
+        return cls(os.devnull)
+
+
+class FaultyModel(FakeAdapter):
+    """Can be made a few times, over all processes."""
+
+    def __init__(self, marks: str, most: int):
+        Path(marks, f"{os.getpid()}-{time.monotonic_ns()}").touch()
+        if len(list(Path(marks).iterdir())) > most:
+            raise ValueError("no more models")
+
+
+class LoadingAdapter(FakeAdapter):
+    """Has weights, and takes a while to be made."""
+
+    def __init__(self, seconds: float):
+        time.sleep(seconds)
+        self.transformer = torch.nn.Linear(2, 2)
 
 
 class UnsendableError(Exception):

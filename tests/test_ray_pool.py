@@ -3,108 +3,42 @@
 import asyncio
 import os
 import signal
-import sys
 import threading
 from collections import Counter
-from pathlib import Path
 
-import fake_adapter
-import fake_ray_adapters
 import pytest
-import ray
 import torch
-from fake_ray_adapters import FaultyAdapter, PidAdapter
+from fake_ray_adapters import PidAdapter
 from peft import LoraConfig, get_peft_model_state_dict
+from ray_helpers import CONFIG, assert_same, fake_requests, mixed_requests, replica_pids, resident_bytes
 from safetensors.torch import load_file
 
 import omnibatch as ob
 from omnibatch.cli import main
-from omnibatch.prompt_files import make_requests
 from omnibatch.ray import RolloutPool
 from omnibatch.request import RequestAborted
 from omnibatch.tiny import EXAMPLE_PROMPTS
 
-CONFIG = ob.RolloutConfig(step_execution=True, max_num_seqs=8, rows_per_forward=4)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def a_ray_on_this_machine():
-    for module in (fake_adapter, fake_ray_adapters):
-        ray.cloudpickle.register_pickle_by_value(module)
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield
-    ray.shutdown()
+pytestmark = pytest.mark.usefixtures("local_ray")
 
 
 @pytest.fixture(scope="module")
-def pool(a_ray_on_this_machine):
+def pool(local_ray):
     with RolloutPool("tiny-sd35", config=CONFIG, num_replicas=2) as pool:
         yield pool
 
 
-@pytest.fixture
-def engine(adapters):
-    # The replicas have one thread each, and a kernel may round differently with more.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield ob.RolloutEngine(ob.load("tiny-sd35", device="cpu", dtype=torch.float32), CONFIG)
-    torch.set_num_threads(threads)
-
-
-def mixed_requests(seed=0, prompts=3, images=4):
-    """Requests that differ in everything that may differ within a forward."""
-    requests = []
-    for place, prompt in enumerate(EXAMPLE_PROMPTS[:prompts]):
-        sampling = ob.OmniDiffusionSamplingParams(
-            num_inference_steps=3 + place % 3,
-            guidance_scale=1.0 + place % 2,
-            max_sequence_length=48,
-            num_outputs_per_prompt=1 + place % 2,
-            extra_args={"noise_level": 0.5 + 0.1 * place},
-        )
-        requests += make_requests([prompt], sampling, images_per_prompt=images, seed=100 * seed + 10 * place)
-    return [ob.OmniDiffusionRequest(r.prompt, r.sampling_params, f"{place}") for place, r in enumerate(requests)]
-
-
-def fake_requests(prompts, steps=4):
-    sampling = [ob.OmniDiffusionSamplingParams(num_inference_steps=steps, seed=seed) for seed in range(len(prompts))]
-    return [ob.OmniDiffusionRequest(*pair, f"{place}") for place, pair in enumerate(zip(prompts, sampling))]
-
-
-def assert_same(outputs, expected):
-    assert [output.request_id for output in outputs] == [output.request_id for output in expected]
-    for output, reference in zip(outputs, expected):
-        assert output.error is None, output.error
-        assert output.seeds == reference.seeds
-        for name, value in vars(reference).items():
-            if isinstance(value, torch.Tensor):
-                assert torch.equal(getattr(output, name), value), name
-
-
-def replica_pids():
-    """Processes of this machine's replicas, oldest first."""
-    pids = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (folder / "cmdline").read_text()
-        except OSError:
-            continue
-        if command.startswith("ray::Replica"):
-            pids.append(int(folder.name))
-    return sorted(pids)
-
-
-def test_results_are_those_of_one_engine(pool, engine):
+def test_results_are_those_of_one_engine(pool, engine_like_replicas):
     requests = mixed_requests()
-    assert_same(pool.generate(requests), engine.generate(requests))
+    assert_same(pool.generate(requests), engine_like_replicas.generate(requests))
 
 
 @pytest.mark.parametrize("num_replicas", [1, 3])
-def test_whatever_the_number_of_replicas(engine, num_replicas):
+def test_whatever_the_number_of_replicas(engine_like_replicas, num_replicas):
     with RolloutPool("tiny-sd35", config=CONFIG, num_replicas=num_replicas) as pool:
         assert pool.num_replicas == num_replicas
         requests = mixed_requests(seed=7)
-        assert_same(pool.generate(requests), engine.generate(requests))
+        assert_same(pool.generate(requests), engine_like_replicas.generate(requests))
 
 
 def test_a_stream_gives_every_output_once(pool):
@@ -131,13 +65,13 @@ def test_outputs_may_be_written_to(pool):
     assert torch.equal(other.latents, before)
 
 
-def test_many_tasks_await_their_own_request(pool, engine):
+def test_many_tasks_await_their_own_request(pool, engine_like_replicas):
     requests = mixed_requests(seed=2)
 
     async def main():
         return await asyncio.gather(*[pool.generate_async(request) for request in requests])
 
-    assert_same(asyncio.run(main()), engine.generate(requests))
+    assert_same(asyncio.run(main()), engine_like_replicas.generate(requests))
 
 
 def test_a_cancelled_task_aborts_its_request(pool):
@@ -188,7 +122,7 @@ def test_what_cannot_be_sent_fails_alone(pool):
     assert finished.error is None
 
 
-def test_without_a_seed_a_request_gets_one_that_stays_its_own(pool, engine):
+def test_without_a_seed_a_request_gets_one_that_stays_its_own(pool, engine_like_replicas):
     requests = mixed_requests()[:2]
     for request in requests:
         request.sampling_params.seed = None
@@ -197,11 +131,11 @@ def test_without_a_seed_a_request_gets_one_that_stays_its_own(pool, engine):
     assert requests[0].sampling_params.seed is None
     for request, output in zip(requests, outputs):
         request.sampling_params.seed = output.seeds[0]
-    assert_same(outputs, engine.generate(requests))
+    assert_same(outputs, engine_like_replicas.generate(requests))
 
 
-def test_new_weights_reach_every_replica_and_every_later_one(engine):
-    trainer = engine.adapter.transformer
+def test_new_weights_reach_every_replica_and_every_later_one(engine_like_replicas):
+    trainer = engine_like_replicas.adapter.transformer
     requests = mixed_requests(seed=3)
     with RolloutPool("tiny-sd35", config=CONFIG, num_replicas=2) as pool:
         assert {output.weights_version for output in pool.generate(requests)} == {0}
@@ -215,7 +149,7 @@ def test_new_weights_reach_every_replica_and_every_later_one(engine):
             for weight in trainer.parameters():
                 weight.zero_()
         trainer.load_state_dict(sent)
-        expected = engine.generate(requests)
+        expected = engine_like_replicas.generate(requests)
         assert_same(pool.generate(requests), expected)
         with pytest.raises(ValueError, match=r"^state_dict holds 'nonsense', which the transformer lacks"):
             pool.update_weights({"nonsense": torch.zeros(1)})
@@ -231,15 +165,15 @@ def test_new_weights_reach_every_replica_and_every_later_one(engine):
         assert_same(outputs[-len(requests) :], expected)
 
 
-def test_a_lora_is_sent_alone(engine):
+def test_a_lora_is_sent_alone(engine_like_replicas):
     config = LoraConfig(r=2, lora_alpha=4, init_lora_weights=False, target_modules=["to_q", "to_v"])
     requests = mixed_requests(seed=4)
     with RolloutPool("tiny-sd35", config=CONFIG, num_replicas=2) as pool:
         plain = pool.generate(requests)
-        engine.adapter.transformer.add_adapter(config)
-        pool.update_weights(get_peft_model_state_dict(engine.adapter.transformer), lora_config=config)
+        engine_like_replicas.adapter.transformer.add_adapter(config)
+        pool.update_weights(get_peft_model_state_dict(engine_like_replicas.adapter.transformer), lora_config=config)
         outputs = pool.generate(requests)
-        assert_same(outputs, engine.generate(requests))
+        assert_same(outputs, engine_like_replicas.generate(requests))
         assert not torch.equal(outputs[0].latents, plain[0].latents)
 
 
@@ -290,7 +224,7 @@ def test_a_progress_bar_counts_requests(pool, capsys):
     assert "request" in capsys.readouterr().err
 
 
-def test_the_command_runs_on_replicas(engine, tmp_path, capsys):
+def test_the_command_runs_on_replicas(engine_like_replicas, tmp_path, capsys):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(EXAMPLE_PROMPTS[:3]))
     arguments = ["rollout", "--model", "tiny-sd35", "--prompts", str(prompts), "--images-per-prompt", "2", "--quiet"]
@@ -307,11 +241,6 @@ def test_the_command_runs_on_replicas(engine, tmp_path, capsys):
 
 
 def test_thousands_of_requests_are_balanced_and_leave_nothing_behind():
-    def memory():
-        """Resident bytes of this process and of the replicas."""
-        pids = [os.getpid(), *replica_pids()]
-        return [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") for pid in pids]
-
     before_the_pool = replica_pids()
     config = ob.RolloutConfig(step_execution=True, max_num_seqs=32)
     with RolloutPool(PidAdapter, config=config, num_replicas=4) as pool:
@@ -321,7 +250,7 @@ def test_thousands_of_requests_are_balanced_and_leave_nothing_behind():
             assert output.error is None
             counts[int.from_bytes(bytes(output.output.flatten().tolist()), "little")] += 1
             if place in (1000, 4999):
-                sizes.append(memory())
+                sizes.append(resident_bytes())
         assert set(counts) == set(replica_pids()) - set(before_the_pool)
         assert sum(counts.values()) == 5000
         assert max(counts.values()) <= 1.1 * 1250
@@ -329,74 +258,3 @@ def test_thousands_of_requests_are_balanced_and_leave_nothing_behind():
         grown = [after - before for before, after in zip(*sizes)]
         assert max(grown) < 40 * 2**20
         assert not pool._coordinator._pending
-
-
-class TestFaults:
-    """A replica goes, its requests do not."""
-
-    @pytest.fixture
-    def faulty(self, tmp_path):
-        marks = str(tmp_path)
-        with RolloutPool(
-            lambda: FaultyAdapter(marks),
-            config=ob.RolloutConfig(step_execution=True, max_num_seqs=4, rows_per_forward=4),
-            num_replicas=2,
-            health_check_timeout_s=3,
-        ) as pool:
-            yield pool
-
-    @pytest.fixture
-    def expected(self):
-        def run(count):
-            config = ob.RolloutConfig(step_execution=True, max_num_seqs=4, rows_per_forward=4)
-            return ob.RolloutEngine(fake_adapter.FakeAdapter(), config).generate(fake_requests(["fine"] * count))
-
-        return run
-
-    def test_what_brings_its_replica_down_fails_alone(self, faulty, expected):
-        outputs = faulty.generate(fake_requests(["fine"] * 10 + ["crash"] + ["fine"] * 10), return_errors=True)
-        error = outputs.pop(10).error
-        assert str(error) == "request '10' brought its replica down each time it ran"
-        reference = expected(21)
-        del reference[10]
-        assert_same(outputs, reference)
-
-    @pytest.mark.parametrize("fault", ["crash once", "hang once", "break_device once"])
-    def test_what_goes_wrong_once_is_run_again(self, faulty, expected, fault):
-        prompts = ["fine"] * 5 + [fault] + ["fine"] * 6
-        assert_same(faulty.generate(fake_requests(prompts)), expected(12))
-
-    def test_a_process_that_is_stopped_is_replaced(self, faulty, expected):
-        faulty.generate(fake_requests(["fine"] * 4))
-        os.kill(replica_pids()[-1], signal.SIGSTOP)
-        assert_same(faulty.generate(fake_requests(["fine"] * 20)), expected(20))
-
-    def test_an_error_that_cannot_be_sent_comes_in_words(self, faulty):
-        (output,) = faulty.generate(fake_requests(["fail"]), return_errors=True)
-        assert str(output.error).startswith("UnsendableError: ('an error with a lock', ")
-        assert type(output.error) is RuntimeError
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="finds replicas in /proc")
-def test_twenty_runs_with_replicas_killed_at_random(engine):
-    generator = torch.Generator().manual_seed(0)
-
-    def random(low, high):
-        return low + (high - low) * torch.rand((), generator=generator).item()
-
-    known, runs_that_lost_some, sent = set(replica_pids()), 0, 0
-    with RolloutPool("tiny-sd35", config=CONFIG, num_replicas=3) as pool:
-        for run in range(20):
-            requests = mixed_requests(seed=run)
-            stream, outputs = pool.stream(requests), []
-            victim = [pid for pid in replica_pids() if pid not in known][int(random(0, pool.num_replicas))]
-            killing = threading.Timer(random(0, 0.3), os.kill, (victim, signal.SIGKILL))
-            killing.start()
-            outputs = list(stream)
-            killing.join()
-            assert len(outputs) == len(requests)
-            assert_same(sorted(outputs, key=lambda output: int(output.request_id)), engine.generate(requests))
-            sent, sent_before = next(pool._coordinator._sendings) + 1, sent
-            runs_that_lost_some += sent - sent_before > len(requests) + 1
-    # Some kills hit a replica that had just ended its share; most must not, or nothing was tried.
-    assert runs_that_lost_some >= 10

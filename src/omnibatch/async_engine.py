@@ -176,7 +176,10 @@ def _settle(future: Future[DiffusionOutput], result: DiffusionOutput | BaseExcep
     # A future that was cancelled in the meantime takes no result.
     if not future.set_running_or_notify_cancel():
         return
-    if isinstance(result, BaseException):
+    if isinstance(result, StopIteration):
+        # Not even a future may carry one.
+        future.set_exception(RuntimeError(f"StopIteration: {result}"))
+    elif isinstance(result, BaseException):
         future.set_exception(result)
     else:
         future.set_result(result)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import secrets
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from omnibatch.ray.assignment import Assignment
-from omnibatch.ray.cluster import Cluster
+from omnibatch.ray.cluster import Cluster, call
+from omnibatch.ray.pending import PendingRequest, group_of, with_seed
 from omnibatch.ray.replica import StaleWeights
 from omnibatch.ray.supervisor import SupervisedReplica
 from omnibatch.ray.transfer import unpack_output
@@ -32,17 +32,6 @@ from omnibatch.request import (
 
 # How long the first replica that is ready waits for the others.
 GRACE_SECONDS = 60.0
-
-
-@dataclass(eq=False)
-class _Pending:
-    """A request as it was given and as it is sent, where its output is awaited, and the call that runs it."""
-
-    given: OmniDiffusionRequest
-    sent: OmniDiffusionRequest
-    ended: Future[DiffusionOutput]
-    reference: ray.ObjectRef | None = None
-    call: asyncio.Task[None] | None = None
 
 
 class Coordinator:
@@ -61,17 +50,17 @@ class Coordinator:
     def __init__(self, make_actor: Callable[[], Any], capacity: int, num_replicas: int, health_check_timeout_s: float):
         self.weights_version = 0
         self._assignment = Assignment(capacity)
-        self._pending: dict[str, _Pending] = {}
+        self._pending: dict[str, PendingRequest] = {}
         self._sendings = itertools.count()
         self._updates: list[WeightsUpdate] = []
         self._sent_weights: dict[int, Mapping[str, Any]] = {}
-        self._updating = self._dispatch_is_due = False
+        self._started = self._updating = self._dispatch_is_due = False
         self._idle = asyncio.Event()
         self._failure: Exception | None = None
         self._keepers: list[asyncio.Task[None]] = []
-        cluster = Cluster(on_reconnect=self._send_weights_again)
+        self._cluster = Cluster(on_reconnect=self._send_weights_again)
         self._replicas = {
-            name: SupervisedReplica(name, make_actor, cluster, health_check_timeout_s)
+            name: SupervisedReplica(name, make_actor, self._cluster, health_check_timeout_s)
             for name in (f"replica-{index}" for index in range(num_replicas))
         }
 
@@ -100,6 +89,11 @@ class Coordinator:
                 "They join when they are",
                 stacklevel=2,
             )
+        self._started = True
+
+    def close(self) -> None:
+        """Give up on a Ray that is being waited for; from any thread, before :meth:`stop`."""
+        self._cluster.closing = True
 
     async def stop(self) -> None:
         """End everything in flight with an error, and the replicas."""
@@ -109,14 +103,19 @@ class Coordinator:
             self.abort(request_id, reason=f"the pool was closed before request {request_id!r} ended")
         for replica in self._replicas.values():
             replica.kill(restart=False)
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        # Updates and aborts of other threads may still wait for something.
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
     def add(self, requests: Sequence[tuple[OmniDiffusionRequest, Future[DiffusionOutput]]]) -> None:
         """Take requests, each with where its output goes; together, so that their groups are known before the first
         is handed out."""
         for request, ended in requests:
-            # Nobody but the pool ends it.
-            ended.set_running_or_notify_cancel()
+            # From here on nobody but the pool ends it.
+            if not ended.set_running_or_notify_cancel():
+                continue
             try:
                 self._add(request, ended)
             except Exception as error:
@@ -169,30 +168,54 @@ class Coordinator:
                 await self._idle.wait()
             version = self.weights_version + 1
             update = WeightsUpdate(version, [reference], frozenset(kept), lora_config, adapter_name)
-            updates = [earlier for earlier in self._updates if not update.covers(earlier)] + [update]
-            up = [self._replicas[name].actor for name in self._assignment.replicas]
-            # One first: what it refuses, all would refuse.
-            for actors in (up[:1], up[1:]):
-                for error in await asyncio.gather(*[_apply(actor, updates) for actor in actors]):
-                    if isinstance(error, ValueError):
-                        raise ValueError(last_line(error).removeprefix("ValueError: ")) from error
+            updates = update.put_into(self._updates)
+            first = await self._let_one_take(updates)
             self._updates, self.weights_version = updates, version
             self._sent_weights = {known.version: self._sent_weights.get(known.version, kept) for known in updates}
+            others = [self._replicas[name] for name in self._assignment.replicas if name != first]
+            await asyncio.gather(*[self._take(replica) for replica in others])
             return version
         finally:
             self._updating = False
             self._dispatch_soon()
 
+    async def _let_one_take(self, updates: Sequence[WeightsUpdate]) -> str:
+        """Let one replica take the updates, which shows whether the others can, and return its name."""
+        while True:
+            self._require_replicas()
+            for name in self._assignment.replicas:
+                try:
+                    await call(self._replicas[name].actor.prepare, updates)
+                    return name
+                except RayTaskError as error:
+                    raise error.cause from error
+                except RayError:
+                    # It died; the next one may tell.
+                    self._replicas[name].report()
+            await asyncio.sleep(0.1)
+
+    async def _take(self, replica: SupervisedReplica) -> None:
+        """Let a replica take the newest weights; one that cannot is started again, and takes them then."""
+        try:
+            await call(replica.actor.prepare, self._updates)
+        except Exception:
+            replica.kill(restart=True)
+            replica.report()
+
     def _add(self, request: OmniDiffusionRequest, ended: Future[DiffusionOutput]) -> None:
         if not isinstance(request, OmniDiffusionRequest):
             raise ValueError(f"a request must be an OmniDiffusionRequest, got {type(request).__name__}")
         validate_request_id(request.request_id)
-        if self._failure is not None:
-            raise RuntimeError(f"no replica is left: {last_line(self._failure)}") from self._failure
+        self._require_replicas()
+        pending = PendingRequest(request, with_seed(request), ended)
         outputs = getattr(request.sampling_params, "num_outputs_per_prompt", 1)
         work = requested_steps(request) * (int(outputs) if is_integer(outputs) else 1)
-        self._assignment.add(request.request_id, _group_of(request), work)
-        self._pending[request.request_id] = _Pending(request, _with_seed(request), ended)
+        self._assignment.add(request.request_id, group_of(request), work)
+        self._pending[request.request_id] = pending
+
+    def _require_replicas(self) -> None:
+        if self._failure is not None and not self._replicas:
+            raise RuntimeError(f"no replica is left: {last_line(self._failure)}") from self._failure
 
     def _dispatch_soon(self) -> None:
         if not self._dispatch_is_due:
@@ -206,17 +229,13 @@ class Coordinator:
             pending = self._pending[request_id]
             pending.call = asyncio.ensure_future(self._run(request_id, pending, self._replicas[name]))
 
-    async def _run(self, request_id: str, pending: _Pending, replica: SupervisedReplica) -> None:
+    async def _run(self, request_id: str, pending: PendingRequest, replica: SupervisedReplica) -> None:
         # A name of its own for each sending, so that one that is still being aborted cannot be in the way.
         sent = replace(pending.sent, request_id=f"{request_id} ({next(self._sendings)})")
         try:
-            try:
-                output = await self._send(sent, pending, replica)
-            except StaleWeights:
-                # Ray has started it again in the meantime.
-                await replica.actor.apply.remote(self._updates)
-                output = await self._send(sent, pending, replica)
+            output = await self._send(sent, pending, replica)
         except StaleWeights:
+            # It died, and Ray has started it again before anybody noticed.
             replica.report()
         except (RayTaskError, TypeError) as error:
             # Not the replica's fault: what was to be sent, there or back, cannot be.
@@ -230,10 +249,16 @@ class Coordinator:
             self._end(request_id, output)
 
     async def _send(
-        self, request: OmniDiffusionRequest, pending: _Pending, replica: SupervisedReplica
+        self, request: OmniDiffusionRequest, pending: PendingRequest, replica: SupervisedReplica
     ) -> DiffusionOutput:
+        if not ray.is_initialized():
+            raise ConnectionError("Ray was shut down in this process")
         pending.reference = replica.actor.generate.remote(request, self.weights_version)
-        return unpack_output(await pending.reference)
+        packed = await pending.reference
+        try:
+            return unpack_output(packed)
+        except Exception as error:
+            return DiffusionOutput(request.request_id, error=TypeError(f"the output cannot be read here: {error}"))
 
     def _end(self, request_id: str, output: DiffusionOutput | None = None, error: Exception | None = None) -> None:
         """Hand over the output of a request that the assignment has forgotten."""
@@ -251,18 +276,24 @@ class Coordinator:
         """Look after a replica, from one life to the next."""
         try:
             while True:
-                await replica.bring_up(lambda: self._updates)
+                updates = None
+                while updates is not self._updates:
+                    updates = self._updates
+                    await replica.bring_up(updates)
                 self._assignment.add_replica(replica.name)
                 self._dispatch_soon()
                 await replica.until_lost(lambda: bool(self._assignment.on(replica.name)))
                 self._lose(replica)
         except Exception as error:
+            replica.kill(restart=False)
             del self._replicas[replica.name]
+            self._failure = error
             if not self._replicas:
-                self._failure = error
                 for request_id in list(self._pending):
                     self._assignment.finish(request_id)
                     self._end(request_id, error=RuntimeError(f"no replica is left: {last_line(error)}"))
+            if self._started:
+                warnings.warn(f"{replica.name} is given up: {last_line(error)}", stacklevel=2)
 
     def _lose(self, replica: SupervisedReplica) -> None:
         for request_id in self._assignment.on(replica.name):
@@ -282,31 +313,6 @@ class Coordinator:
         self._updates = [
             update._replace(weights=[ray.put(self._sent_weights[update.version])]) for update in self._updates
         ]
-
-
-async def _apply(actor: Any, updates: Sequence[WeightsUpdate]) -> Exception | None:
-    try:
-        await actor.apply.remote(updates)
-    except Exception as error:
-        return error
-    return None
-
-
-def _group_of(request: OmniDiffusionRequest) -> Hashable:
-    """Equal for requests whose prompt is encoded once if they share a replica."""
-    try:
-        prompt = request.prompt_field("prompt")
-    except ValueError:
-        prompt = None
-    return prompt if isinstance(prompt, str) else request.request_id
-
-
-def _with_seed(request: OmniDiffusionRequest) -> OmniDiffusionRequest:
-    """The request with a seed of its own, so that running it again gives the same result."""
-    sampling = request.sampling_params
-    if getattr(sampling, "seed", 0) is not None or getattr(sampling, "generator", None) is not None:
-        return request
-    return replace(request, sampling_params=replace(sampling, seed=secrets.randbelow(2**31)))
 
 
 def last_line(error: Exception) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,8 @@ class RolloutPool:
 
     The results are those of one engine, to the bit when the configuration fixes ``rows_per_forward``, wherever a
     request runs. A request whose replica dies or hangs runs again; one that is alone on its replica when that dies, for
-    the third time or later, fails. Connects to Ray if the process is not connected yet, and leaves it running.
+    the third time or later, fails. A ``torch.Generator`` is sent as it stands; your own does not go on. Connects
+    to Ray if the process is not connected yet, and leaves it running.
 
     Args:
         model: the name of an embedded model, a diffusers folder, a hub id, or a function without arguments that makes
@@ -42,7 +43,8 @@ class RolloutPool:
         ray_actor_options: what Ray is to reserve for an actor and how it is placed, as ``ray.remote`` takes it; by
             default one GPU if the cluster has any, else one CPU.
         health_check_timeout_s: a replica that gives no sign of life for so many seconds, or takes no step while it has
-            requests, is killed and started again. It must be longer than a step, text encoding included.
+            requests, is killed and started again. It must be longer than a step, encoding and decoding included; for an
+            adapter that brings only a ``forward()``, longer than a wave.
 
     Raises:
         ValueError: naming the argument that is wrong.
@@ -197,6 +199,7 @@ class RolloutPool:
             if self._closed:
                 return
             self._closed = True
+        self._coordinator.close()
         asyncio.run_coroutine_threadsafe(self._coordinator.stop(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -208,7 +211,10 @@ class RolloutPool:
                 coroutine.close()
                 raise RuntimeError("the pool is closed")
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        return future.result()
+        try:
+            return future.result()
+        except CancelledError:
+            raise RuntimeError("the pool is closed") from None
 
     def _submit(self, requests: Sequence[OmniDiffusionRequest]) -> list[Future[DiffusionOutput]]:
         ended: list[Future[DiffusionOutput]] = [Future() for _ in requests]

@@ -6,6 +6,7 @@ bytes inside, so they travel as arrays.
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from ray import cloudpickle
 
 from omnibatch.request import DiffusionOutput
 
@@ -48,14 +50,37 @@ def to_tensor(sent: TensorBytes) -> torch.Tensor:
 
 
 def pack_output(output: DiffusionOutput) -> dict[str, Any]:
-    """An output's fields, tensors as bytes, without the sampling parameters, which whoever sent the request has."""
+    """An output's fields, without the sampling parameters, which whoever sent the request has.
+
+    Tensors are bytes. The rest is pickled here, so that what only the receiver cannot unpickle is not taken for a fault
+    of Ray's. An error that cannot be sent becomes its words.
+    """
     values = {field.name: getattr(output, field.name) for field in fields(output) if field.name != "sampling_params"}
-    return {name: to_bytes(value) if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+    error = values.pop("error")
+    tensors = {name: to_bytes(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
+    rest = {name: value for name, value in values.items() if name not in tensors}
+    packed = {"tensors": tensors, "rest": cloudpickle.dumps(rest)}
+    if error is not None:
+        packed["error_in_words"] = f"{type(error).__name__}: {error}"
+        try:
+            packed["error"] = cloudpickle.dumps(error)
+        except Exception:
+            packed["error"] = b""
+    return packed
 
 
 def unpack_output(packed: Mapping[str, Any]) -> DiffusionOutput:
-    """The output that :func:`pack_output` packed."""
-    values: dict[str, Any] = {
-        name: to_tensor(value) if isinstance(value, TensorBytes) else value for name, value in packed.items()
-    }
-    return DiffusionOutput(**values)
+    """The output that :func:`pack_output` packed.
+
+    Raises:
+        Exception: when a field's type is unknown here.
+    """
+    output = DiffusionOutput(**pickle.loads(packed["rest"]))
+    for name, sent in packed["tensors"].items():
+        setattr(output, name, to_tensor(sent))
+    if "error" in packed:
+        try:
+            output.error = pickle.loads(packed["error"])
+        except Exception:
+            output.error = RuntimeError(packed["error_in_words"])
+    return output

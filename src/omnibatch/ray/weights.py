@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from omnibatch.ray.transfer import TensorBytes, to_tensor
+
+# What makes an adapter another one, beside its weights.
+FIXED_IN_AN_ADAPTER = ("r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora")
 
 
 class WeightsUpdate(NamedTuple):
@@ -28,6 +31,15 @@ class WeightsUpdate(NamedTuple):
     lora_config: Any
     adapter_name: str
 
+    def put_into(self, updates: Sequence[WeightsUpdate]) -> list[WeightsUpdate]:
+        """The updates that a new replica needs, this one included: in the place of the first that it makes needless.
+
+        The place matters, since an adapter that is added changes the names of the weights beneath it.
+        """
+        needless = [earlier for earlier in updates if self.covers(earlier)]
+        kept = [self if needless and earlier is needless[0] else earlier for earlier in updates]
+        return [update for update in kept if update not in needless] + ([] if needless else [self])
+
     def covers(self, other: WeightsUpdate) -> bool:
         """Whether nothing of the other update would be left after this one."""
         same_kind = (self.lora_config is None) == (other.lora_config is None)
@@ -47,7 +59,8 @@ def write_weights(
         adapter_name: of the adapter.
 
     Raises:
-        ValueError: naming a weight that the model lacks or has in another shape; then nothing was written.
+        ValueError: naming a weight that the model lacks or has in another shape, or what differs from the configuration
+            of the adapter; then nothing was written.
     """
     weights = {name: to_tensor(value) for name, value in sent.items()}
     if lora_config is None:
@@ -59,13 +72,20 @@ def write_weights(
         return
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
-    is_new = adapter_name not in getattr(transformer, "peft_config", {})
-    if is_new:
+    known = getattr(transformer, "peft_config", {}).get(adapter_name)
+    if known is None:
         transformer.add_adapter(lora_config, adapter_name)
+    else:
+        for field in FIXED_IN_AN_ADAPTER:
+            own, given = getattr(known, field, None), getattr(lora_config, field, None)
+            if own != given:
+                raise ValueError(
+                    f"lora_config.{field} must be {own!r}, as {adapter_name!r} was made with, got {given!r}"
+                )
     try:
         _require_fitting(weights, get_peft_model_state_dict(transformer, adapter_name=adapter_name), complete=True)
     except ValueError:
-        if is_new:
+        if known is None:
             transformer.delete_adapters(adapter_name)
         raise
     set_peft_model_state_dict(transformer, weights, adapter_name)
