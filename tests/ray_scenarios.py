@@ -6,10 +6,12 @@ Prints one line of JSON.
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -91,7 +93,9 @@ def ray_restarted():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = ["--num-cpus=2", "--include-dashboard=false", "--disable-usage-stats"]
+    # A folder of its own, where nobody looks for the cluster when it is gone; short, since sockets lie in it.
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    options = [f"--temp-dir={folder}", "--num-cpus=2", "--include-dashboard=false", "--disable-usage-stats"]
 
     def start():
         ray_command = Path(sys.executable).with_name("ray")
@@ -113,6 +117,7 @@ def ray_restarted():
     result = run(disturb, steps=4)
     ray.shutdown()
     stop()
+    shutil.rmtree(folder, ignore_errors=True)
     return result
 
 
