@@ -1,8 +1,8 @@
 """Requests for pools, comparisons, and a look at the replicas' processes."""
 
 import os
-from pathlib import Path
 
+import psutil
 import torch
 
 import omnibatch as ob
@@ -44,18 +44,10 @@ def assert_same(outputs, expected):
 
 def replica_pids():
     """Processes of this machine's replicas, oldest first."""
-    pids = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (folder / "cmdline").read_text()
-        except OSError:
-            continue
-        if command.startswith("ray::Replica"):
-            pids.append(int(folder.name))
-    return sorted(pids)
+    processes = psutil.process_iter(["pid", "cmdline"])
+    return sorted(p.info["pid"] for p in processes if " ".join(p.info["cmdline"] or []).startswith("ray::Replica"))
 
 
 def resident_bytes():
     """Memory of this process and of the replicas."""
-    pids = [os.getpid(), *replica_pids()]
-    return [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") for pid in pids]
+    return [psutil.Process(pid).memory_info().rss for pid in (os.getpid(), *replica_pids())]

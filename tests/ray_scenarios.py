@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 # Before Ray is imported: a cluster of several nodes asks for tokens otherwise.
 os.environ["RAY_AUTH_MODE"] = "disabled"
 
+import psutil
 import ray
 import torch
 from ray.cluster_utils import Cluster
@@ -103,10 +103,10 @@ def ray_restarted():
 
     def stop():
         # "ray stop" would stop every Ray of the machine.
-        for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                if re.search(rf"(port=|address=\S*:){port}\b", (folder / "cmdline").read_text()):
-                    os.kill(int(folder.name), signal.SIGKILL)
+        for process in psutil.process_iter(["cmdline"]):
+            if re.search(rf"(port=|address=\S*:){port}\b", " ".join(process.info["cmdline"] or [])):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
 
     def disturb():
         stop()

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import sys
 import threading
 import time
 import warnings
@@ -18,10 +17,7 @@ from ray_helpers import CONFIG, assert_same, fake_requests, mixed_requests, repl
 import omnibatch as ob
 from omnibatch.ray import RolloutPool
 
-pytestmark = [
-    pytest.mark.usefixtures("local_ray"),
-    pytest.mark.skipif(sys.platform != "linux", reason="finds replicas in /proc"),
-]
+pytestmark = pytest.mark.usefixtures("local_ray")
 
 FOUR = ob.RolloutConfig(step_execution=True, max_num_seqs=4, rows_per_forward=4)
 WEIGHT = {"weight": torch.zeros(2, 2)}

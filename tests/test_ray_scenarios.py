@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds Ray's processes in /proc")
-
 
 @pytest.mark.parametrize("scenario", ["node_removed", "ray_restarted"])
 def test_every_request_ends_once_as_if_nothing_had_happened(scenario):
