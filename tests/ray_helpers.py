@@ -3,6 +3,7 @@
 import os
 
 import psutil
+import ray
 import torch
 
 import omnibatch as ob
@@ -42,12 +43,15 @@ def assert_same(outputs, expected):
                 assert torch.equal(getattr(output, name), value), name
 
 
-def replica_pids():
-    """Processes of this machine's replicas, oldest first."""
+def replica_pids(pool=None):
+    """Processes of a pool's replicas that take requests, or of all replicas of this machine, oldest first."""
+    if pool is not None:
+        replicas = [pool._coordinator._replicas[name] for name in list(pool._coordinator._assignment.replicas)]
+        return sorted(ray.get([replica.actor.__ray_call__.remote(lambda _: os.getpid()) for replica in replicas]))
     processes = psutil.process_iter(["pid", "cmdline"])
     return sorted(p.info["pid"] for p in processes if " ".join(p.info["cmdline"] or []).startswith("ray::Replica"))
 
 
-def resident_bytes():
-    """Memory of this process and of the replicas."""
-    return [psutil.Process(pid).memory_info().rss for pid in (os.getpid(), *replica_pids())]
+def resident_bytes(pool):
+    """Memory of this process and of a pool's replicas."""
+    return [psutil.Process(pid).memory_info().rss for pid in (os.getpid(), *replica_pids(pool))]

@@ -30,29 +30,30 @@ from omnibatch.tiny import EXAMPLE_PROMPTS
 CONFIG = ob.RolloutConfig(step_execution=True, max_num_seqs=4, rows_per_forward=4)
 
 
-def requests(steps):
-    sampling = ob.OmniDiffusionSamplingParams(num_inference_steps=steps, guidance_scale=1.0, max_sequence_length=32)
+def make(**extra_args):
+    """Requests of many steps, so that most are still in flight when the first have ended."""
+    sampling = ob.OmniDiffusionSamplingParams(
+        num_inference_steps=40, guidance_scale=1.0, max_sequence_length=32, extra_args=extra_args
+    )
     return make_requests(EXAMPLE_PROMPTS[:4], sampling, images_per_prompt=16, seed=0)
 
 
-def expected(steps):
+def expected(requests):
     torch.set_num_threads(1)
     engine = ob.RolloutEngine(ob.load("tiny-sd35", device="cpu", dtype=torch.float32), CONFIG)
     with torch.no_grad():
         for weight in engine.adapter.transformer.parameters():
             weight.mul_(1.01)
-    return engine.adapter.transformer.state_dict(), {
-        output.request_id: output for output in engine.generate(requests(steps))
-    }
+    return engine.adapter.transformer.state_dict(), {output.request_id: output for output in engine.generate(requests)}
 
 
-def run(disturb, steps):
+def run(disturb, requests):
     """Run requests with updated weights, disturb them after the third output, and compare."""
-    weights, reference = expected(steps)
+    weights, reference = expected(requests)
     with RolloutPool("tiny-sd35", config=CONFIG, num_replicas=2, health_check_timeout_s=20) as pool:
         pool.update_weights(weights)
         outputs = []
-        for output in pool.stream(requests(steps)):
+        for output in pool.stream(requests):
             outputs.append(output)
             if len(outputs) == 3:
                 disturb()
@@ -77,7 +78,7 @@ def node_removed():
     workers = [nodes.add_node(num_cpus=1) for _ in range(2)]
     ray.init(address=nodes.address, log_to_driver=False, logging_level="ERROR")
 
-    result = run(lambda: nodes.remove_node(workers[0]), steps=40)
+    result = run(lambda: nodes.remove_node(workers[0]), make())
     ray.shutdown()
     nodes.shutdown()
     return result
@@ -86,8 +87,8 @@ def node_removed():
 def ray_restarted():
     """The whole of Ray is killed and started again.
 
-    Outputs are small enough not to need the object store: Ray itself ends a process that uses the store of its own
-    machine while that is gone.
+    Outputs, of a few steps each, are small enough not to need the object store: Ray itself ends a process that uses
+    the store of its own machine while that is gone.
     """
     cluster.ANSWER_SECONDS, supervisor.TRIES_UNTIL_DOUBT = 5.0, 2
     with socket.socket() as free:
@@ -114,7 +115,7 @@ def ray_restarted():
 
     start()
     ray.init(address=f"127.0.0.1:{port}", log_to_driver=False, logging_level="ERROR")
-    result = run(disturb, steps=4)
+    result = run(disturb, make(sde_window_size=3))
     ray.shutdown()
     stop()
     shutil.rmtree(folder, ignore_errors=True)

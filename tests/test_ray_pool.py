@@ -154,12 +154,12 @@ def test_new_weights_reach_every_replica_and_every_later_one(engine_like_replica
         with pytest.raises(ValueError, match=r"^state_dict holds 'nonsense', which the transformer lacks"):
             pool.update_weights({"nonsense": torch.zeros(1)})
         assert pool.weights_version == 1
-        os.kill(replica_pids()[-1], signal.SIGKILL)
+        os.kill(replica_pids(pool)[-1], signal.SIGKILL)
         outputs = pool.generate(requests)
         assert_same(outputs, expected)
         while pool.num_replicas < 2:
             outputs = pool.generate(requests)
-        os.kill(replica_pids()[-2], signal.SIGKILL)
+        os.kill(replica_pids(pool)[0], signal.SIGKILL)
         outputs += pool.generate(requests)
         assert {output.weights_version for output in outputs} == {1}
         assert_same(outputs[-len(requests) :], expected)
@@ -241,7 +241,6 @@ def test_the_command_runs_on_replicas(engine_like_replicas, tmp_path, capsys):
 
 
 def test_thousands_of_requests_are_balanced_and_leave_nothing_behind():
-    before_the_pool = replica_pids()
     config = ob.RolloutConfig(step_execution=True, max_num_seqs=32)
     with RolloutPool(PidAdapter, config=config, num_replicas=4) as pool:
         counts, sizes = Counter(), []
@@ -250,8 +249,8 @@ def test_thousands_of_requests_are_balanced_and_leave_nothing_behind():
             assert output.error is None
             counts[int.from_bytes(bytes(output.output.flatten().tolist()), "little")] += 1
             if place in (1000, 4999):
-                sizes.append(resident_bytes())
-        assert set(counts) == set(replica_pids()) - set(before_the_pool)
+                sizes.append(resident_bytes(pool))
+        assert set(counts) == set(replica_pids(pool))
         assert sum(counts.values()) == 5000
         assert max(counts.values()) <= 1.1 * 1250
         assert min(counts.values()) >= 0.9 * 1250
