@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from fake_adapter import FakeAdapter
 
+from omnibatch import DiffusionOutput
+
 
 class PidAdapter(FakeAdapter):
     """Writes the number of its process into its pictures, as three bytes, at a device's pace, the same in each."""
@@ -77,6 +79,27 @@ class LoadingAdapter(FakeAdapter):
     def __init__(self, seconds: float):
         time.sleep(seconds)
         self.transformer = torch.nn.Linear(2, 2)
+
+
+class OnlyHereAdapter:
+    """Gives requests whose prompt says so something that no other process can read."""
+
+    def forward(self, req):
+        custom_output = {"field": OnlyHere()} if req.prompt == "only here" else {}
+        return DiffusionOutput(req.request_id, torch.zeros(1, 3, 1, 1, dtype=torch.uint8), custom_output=custom_output)
+
+
+class OnlyHere:
+    """Raises when it is read in another process than it was made in."""
+
+    def __reduce__(self):
+        return _read_only_here, (os.getpid(),)
+
+
+def _read_only_here(pid):
+    if pid != os.getpid():
+        raise ImportError("this class is not known here")
+    return OnlyHere()
 
 
 class UnsendableError(Exception):

@@ -10,13 +10,17 @@ from random import Random
 
 import fake_adapter
 import pytest
+import ray
 import torch
-from fake_ray_adapters import FaultyAdapter, FaultyModel, LoadingAdapter
+from fake_ray_adapters import FaultyAdapter, FaultyModel, LoadingAdapter, OnlyHereAdapter
 from peft import LoraConfig, get_peft_model_state_dict
 from ray_helpers import CONFIG, assert_same, fake_requests, mixed_requests, replica_pids
 
 import omnibatch as ob
 from omnibatch.ray import RolloutPool
+from omnibatch.ray.replica import Replica, StaleWeights
+from omnibatch.ray.transfer import to_bytes, unpack_output
+from omnibatch.ray.weights import WeightsUpdate
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -95,6 +99,15 @@ def test_a_malformed_request_harms_nobody(faulty, expected, request_):
     assert_same(outputs, expected(5))
 
 
+def test_an_output_that_nobody_can_read_fails_alone():
+    with RolloutPool(OnlyHereAdapter) as pool:
+        unread, read = pool.generate(fake_requests(["only here", "fine"]), return_errors=True)
+        assert str(unread.error) == "the output cannot be read here: this class is not known here"
+        assert read.error is None
+        # One call each: the replica is not to blame, and nothing was run again.
+        assert next(pool._coordinator._sendings) == 2
+
+
 def test_a_model_whose_process_dies_is_given_up():
     with pytest.raises(RuntimeError, match="its process died each time while the model was made"):
         RolloutPool(lambda: os._exit(1), config=FOUR)
@@ -122,6 +135,23 @@ class TestWeights:
                 pool.update_weights(WEIGHT)
             assert pool.weights_version == 0
             assert len(pool.generate(fake_requests(["fine"] * 4))) == 4
+
+    def test_of_several_updates_those_before_the_refused_one_hold(self):
+        replica = ray.remote(num_cpus=1)(Replica).remote(lambda: LoadingAdapter(0), FOUR)
+        (request,) = fake_requests(["fine"])
+
+        def update(version, weights):
+            sent = ray.put({name: to_bytes(tensor) for name, tensor in weights.items()})
+            return WeightsUpdate(version, [sent], frozenset(weights), None, "default")
+
+        with pytest.raises(ValueError, match="'nonsense', which the transformer lacks"):
+            ray.get(replica.prepare.remote([update(1, WEIGHT), update(2, {"nonsense": torch.zeros(1)})]))
+        assert unpack_output(ray.get(replica.generate.remote(request, 1))).weights_version == 1
+        with pytest.raises(StaleWeights, match="weights of version 1 are loaded, 2 was asked for"):
+            ray.get(replica.generate.remote(request, 2))
+        ray.get(replica.prepare.remote([update(1, WEIGHT), update(2, WEIGHT)]))
+        assert unpack_output(ray.get(replica.generate.remote(request, 2))).weights_version == 2
+        ray.kill(replica)
 
     def test_an_update_waits_for_a_replica_that_can_say_whether_it_fits(self, tmp_path):
         with RolloutPool(lambda: LoadingAdapter(2), config=FOUR) as pool:
@@ -244,8 +274,6 @@ def test_tasks_that_are_cancelled_at_once_harm_nobody(faulty, expected):
 
 @pytest.mark.filterwarnings("ignore:replica-0 is given up")
 def test_a_ray_that_was_shut_down_ends_the_requests():
-    import ray
-
     pool = RolloutPool(lambda: LoadingAdapter(0), config=FOUR, health_check_timeout_s=2)
     outputs = []
     running = threading.Thread(
