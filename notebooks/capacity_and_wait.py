@@ -93,8 +93,8 @@ capacities.round(3)
 # %% [markdown]
 # ## The admission wait
 #
-# In a training step all requests come in one burst. The wait then ends when the wave is full, or after a fifth of it in
-# quiet, so it hardly shows.
+# In a training step all requests come in one burst. The wait then ends when the wave is full, or after 20 ms
+# without another, so it hardly shows.
 
 # %% tags=["nbval-ignore-output"]
 waits = {

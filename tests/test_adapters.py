@@ -64,6 +64,22 @@ def test_custom_sigmas_are_diffusers_own(adapter):
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("guided", [False, True])
+def test_sd3_may_lack_its_third_text_encoder(adapters, guided):
+    adapter = adapters["tiny-sd35"]
+    components = adapter.pipeline.components | {"text_encoder_3": None, "tokenizer_3": None}
+    adapter = type(adapter)(type(adapter.pipeline)(**components))
+    expected = latents_of_diffusers(adapter, PROMPT, [5, 6], guided, 4)
+    ours = latents_of_omnibatch(adapter, PROMPT, [5, 6], guided, 4, ob.RolloutConfig())
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
+    assert list(adapter.tokenize(PROMPT)) == ["clip"]
+    sampling = OmniDiffusionSamplingParams(seed=5, num_inference_steps=4, max_sequence_length=48)
+    by_ids = OmniDiffusionRequest({"extra_prompt_ids": adapter.tokenize(PROMPT)}, sampling)
+    by_text = OmniDiffusionRequest(PROMPT, sampling)
+    one, other = ob.RolloutEngine(adapter).generate([by_ids, by_text])
+    assert torch.equal(one.latents, other.latents)
+
+
 def test_pictures_are_diffusers_own(adapter, make_request):
     pipeline = adapter.pipeline
     request = make_request(extra_args={"noise_level": 0.0}, output_type="both")

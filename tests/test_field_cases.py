@@ -13,6 +13,7 @@ import torch
 
 import omnibatch as ob
 from omnibatch.algorithms import training_fields
+from omnibatch.prompt_files import make_requests
 from omnibatch.request import RequestAborted
 from omnibatch.sde import sample_step, schedule_coefficients
 from omnibatch.step_batch import StepBatch
@@ -91,9 +92,10 @@ def test_02_padded_text_changes_nothing(adapters, make_request, equals_alone, ad
     batch = states_batch(adapter, requests)
     with torch.no_grad():
         expected = adapter.denoise_step(batch)
-    for rows in batch.forwards:
-        if rows.prompt_embeds_mask is not None:
-            rows.prompt_embeds[~rows.prompt_embeds_mask] = 1e4 * torch.randn(rows.prompt_embeds.shape[-1])
+    masked = [rows for rows in batch.forwards if rows.prompt_embeds_mask is not None]
+    assert bool(masked) == adapter.has_text_mask
+    for rows in masked:
+        rows.prompt_embeds[~rows.prompt_embeds_mask] = 1e4 * torch.randn(rows.prompt_embeds.shape[-1])
     with torch.no_grad():
         assert torch.equal(adapter.denoise_step(batch), expected)
 
@@ -121,6 +123,18 @@ def test_04_outputs_of_one_request_are_three_different_ones(equals_alone, make_r
     # The default window ends before the last step, which is deterministic: one Euler step leads to the final latents.
     assert output.trajectory_latents.shape[1] == output.num_steps
     assert len({tuple(latent.flatten().tolist()) for latent in output.latents}) == 3
+
+
+def test_04_each_output_is_the_one_of_its_seed(adapter, equals_alone, make_request, assert_same):
+    to_the_end = {"sde_window_size": 4, "sde_window_range": [0, 4]}
+    (output,) = equals_alone([make_request(num_outputs_per_prompt=3, extra_args=to_the_end, **GUIDED)])
+    assert torch.equal(output.trajectory_latents[:, -1], output.latents)
+    fixed = ob.RolloutEngine(adapter, ob.RolloutConfig(rows_per_forward=4))
+    (three,) = fixed.generate([make_request(num_outputs_per_prompt=3, seed=7, extra_args=to_the_end, **GUIDED)])
+    for index in range(3):
+        (one,) = fixed.generate([make_request(seed=7 + index, extra_args=to_the_end, **GUIDED)])
+        for name in ("trajectory_latents", "trajectory_log_probs", "latents", "output"):
+            assert torch.equal(getattr(three, name)[index], getattr(one, name)[0]), name
 
 
 @pytest.mark.parametrize(("count", "steps"), [(4, 4), (2, 10)])
@@ -159,6 +173,41 @@ def test_08_three_requests_two_pictures_each(equals_alone, make_request):
     outputs = equals_alone(requests)
     assert [output.request_id for output in outputs] == ["id-0", "id-1", "id-2"]
     assert [output.output.shape[0] for output in outputs] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("shared_noise", [False, True])
+def test_09_no_noise_is_used_twice(adapter, run, monkeypatch, shared_noise):
+    """Neither as initial noise nor as a step's: 3 prompts, 2 requests each, 2 outputs each."""
+    drawn, draw_noise = [], StepBatch.draw_noise
+
+    def recording(batch):
+        noise = draw_noise(batch)
+        assert noise is not None
+        drawn.extend(noise)
+        return noise
+
+    monkeypatch.setattr(StepBatch, "draw_noise", recording)
+    arguments = {"shared_noise": shared_noise, "sde_window_size": 3, "sde_window_range": [0, 3]}
+    sampling = ob.OmniDiffusionSamplingParams(
+        num_inference_steps=3, num_outputs_per_prompt=2, max_sequence_length=48, extra_args=arguments
+    )
+    outputs = run(make_requests(["one", "two", "three"], sampling, images_per_prompt=2))
+    initial = [row for output in outputs for row in output.trajectory_latents[: 1 if shared_noise else 2, 0]]
+    # Qwen-Image's latents are packed after they are drawn, so compare what does not depend on the order.
+    rows = [tuple(row.flatten().sort().values.tolist()) for row in initial + drawn]
+    assert len(rows) == (6 if shared_noise else 12) + 3 * 12
+    assert len(set(rows)) == len(rows)
+    if shared_noise:
+        assert all(torch.equal(*output.trajectory_latents[:, 0]) for output in outputs)
+
+
+def test_09_given_latents_change_no_noise(adapter, make_request, assert_same):
+    engine = ob.RolloutEngine(adapter, ob.RolloutConfig(rows_per_forward=4))
+    whole = {"sde_window_size": 4, "sde_window_range": [0, 4], "num_outputs_per_prompt": 2}
+    extra_args = {name: whole.pop(name) for name in ("sde_window_size", "sde_window_range")}
+    (drawn,) = engine.generate([make_request(extra_args=extra_args, **whole)])
+    (given,) = engine.generate([make_request(latents=drawn.trajectory_latents[:, 0], extra_args=extra_args, **whole)])
+    assert_same(given, drawn, tolerance=0)
 
 
 @pytest.mark.parametrize("mode", ["serial", "request", "step"])
@@ -211,7 +260,17 @@ def test_11_the_returned_schedule_is_the_one_used(adapter, run, make_request, mo
 
 def test_12_an_unknown_sde_type_is_named(run, make_request):
     outputs = run([make_request(extra_args={"sde_type": "foo"})], return_errors=True)
+    assert isinstance(outputs[0].error, ValueError)
     assert re.search("sde_type.*'foo'", str(outputs[0].error))
+
+
+@pytest.mark.parametrize("value", ["[0,5]", "(0, 5)", [0, 5], (0, 5)])
+@pytest.mark.parametrize("size", [None, 5])
+def test_13_a_window_may_be_a_string(run, make_request, value, size):
+    window = {"sde_window_size": size, "sde_window_range": value}
+    (output,) = run([make_request(num_inference_steps=8, extra_args=window)])
+    assert output.sde_window == (0, 5)
+    assert output.trajectory_log_probs.shape == (1, 5)
 
 
 @pytest.mark.parametrize("sde_type", ["sde", "cps", "dance_sde"])
@@ -304,6 +363,28 @@ def test_19_two_sizes_together(equals_alone, make_request):
     sizes = [(64, 64), (128, 64), (64, 128), (96, 96)]
     requests = [make_request(request_id=str(i), seed=i, height=h, width=w) for i, (h, w) in enumerate(sizes)]
     assert [tuple(output.output.shape[2:]) for output in equals_alone(requests)] == sizes
+
+
+def test_19_large_sizes_together(adapters, make_request, assert_same):
+    engine = ob.RolloutEngine(adapters["tiny-qwen-image"], ob.RolloutConfig(step_execution=True, max_num_seqs=4))
+    sizes = [(256, 256), (512, 512), (512, 256), (256, 512)]
+    requests = [
+        make_request(request_id=str(i), seed=i, height=h, width=w, num_inference_steps=2)
+        for i, (h, w) in enumerate(sizes)
+    ]
+    for request, output in zip(requests, engine.generate(requests)):
+        (alone,) = ob.RolloutEngine(adapters["tiny-qwen-image"]).generate([request])
+        assert_same(output, alone)
+        assert output.output.shape[2:] == (request.sampling_params.height, request.sampling_params.width)
+
+
+@pytest.mark.parametrize("name", ["height", "width"])
+def test_19_a_size_beyond_the_positions_of_sd3_is_named(adapters, config, make_request, name):
+    engine = ob.RolloutEngine(adapters["tiny-sd35"], config)
+    good, bad = engine.generate([make_request(), make_request(request_id="large", **{name: 512})], return_errors=True)
+    assert good.error is None
+    assert isinstance(bad.error, ValueError)
+    assert str(bad.error) == f"{name} must be at most 256, where the model's positions end, got 512"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -407,6 +488,16 @@ def test_26_a_late_joiner_that_cannot_be_prepared_fails_alone(adapter, alone, ma
         assert_same(outputs[request.request_id], expected)
 
 
+def test_26_one_that_cannot_be_prepared_fails_alone_in_a_wave(run, alone, make_request, assert_same):
+    good = [make_request(request_id=name, seed=index) for index, name in enumerate("ab")]
+    bad = [make_request(request_id="lora", lora_request="missing"), make_request({"negative_prompt": "x"}, "no prompt")]
+    outputs = run([good[0], *bad, good[1]], return_errors=True)
+    assert "'missing'" in str(outputs[1].error)
+    assert "prompt is missing" in str(outputs[2].error)
+    for output, expected in zip((outputs[0], outputs[3]), alone(good)):
+        assert_same(output, expected)
+
+
 @pytest.fixture
 def with_lora(adapter):
     """The adapter over its own copy of the model, with two LoRAs that change the result; none is active."""
@@ -496,6 +587,34 @@ def test_29_eight_requests_are_two_packs_of_four(adapter, make_request, count_ca
     assert [output.rows_per_forward for output in outputs] == [4] * 8
 
 
+def test_29_each_result_says_its_own_rows(adapter, config, make_request, monkeypatch):
+    predict, lengths = adapter.predict_velocity, {}
+    requests = [
+        make_request(f"{PROMPT} {n}", str(n), seed=10 * n, num_outputs_per_prompt=n, num_inference_steps=n + 1)
+        for n in (1, 2, 3)
+    ]
+    requests += [
+        make_request(request_id="guided", negative_prompt="blurry", seed=50, **GUIDED),
+        make_request(LONG, "long", seed=60, max_sequence_length=96),
+    ]
+
+    def recording(latents, timesteps, rows, image_size):
+        lengths.setdefault(rows.prompt_embeds.shape[1], set()).add(len(latents))
+        return predict(latents, timesteps, rows, image_size)
+
+    monkeypatch.setattr(adapter, "predict_velocity", recording)
+    outputs = ob.RolloutEngine(adapter, config).generate(requests)
+    seen = {output.request_id: output.rows_per_forward for output in outputs}
+    if adapter.has_text_mask:
+        # All texts are padded to one length and share every call.
+        assert set(seen.values()) == {max(max(rows) for rows in lengths.values())} == {1 + 2 + 3 + 2 + 1}
+    else:
+        # A call takes one length; the long text's has a single row.
+        short, long = sorted(lengths)
+        assert seen.pop("long") == max(lengths[long]) == 1
+        assert set(seen.values()) == {max(lengths[short])} == {1 + 2 + 3 + 2}
+
+
 def test_30_a_negative_wait_is_named():
     with pytest.raises(ValueError, match=r"request_batch_max_wait_ms.*-1"):
         ob.RolloutConfig(request_batch_max_wait_ms=-1)
@@ -512,6 +631,11 @@ def test_31_no_forward_takes_more_rows_than_allowed(adapter, make_request, count
     assert max(rows) <= 4
     for output, other in zip(outputs, expected):
         assert_same(output, other)
+    rows.clear()
+    guided = [make_request(str(n), str(n), "no", seed=n, num_outputs_per_prompt=n, **GUIDED) for n in (3, 6)]
+    ob.RolloutEngine(adapter, limited).generate(guided)
+    assert max(rows) <= 4
+    assert sum(rows) >= 4 * 2 * (3 + 6)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 8])
@@ -573,21 +697,60 @@ def test_34_equal_prompts_are_encoded_once(adapter, make_request, count_calls, a
     assert len(calls) == 2
     ob.RolloutEngine(adapter, config).generate([make_request("y", max_sequence_length=20, num_inference_steps=2)])
     assert len(calls) == 3
+
+
+def write_in_place(encoder):
     with torch.no_grad():
-        next(adapter.pipeline.text_encoder.parameters()).mul_(1.5)
-    ob.RolloutEngine(adapter, config).generate([make_request("y", num_inference_steps=2)])
-    assert len(calls) == 4
+        encoder.get_input_embeddings().weight.mul_(1.5)
+
+
+def load(encoder, **options):
+    encoder.load_state_dict({name: 1.5 * value for name, value in encoder.state_dict().items()}, **options)
+
+
+def assign(encoder):
+    load(encoder, assign=True)
+
+
+def replace_parameter(encoder):
+    embeddings = encoder.get_input_embeddings()
+    embeddings.weight = torch.nn.Parameter(1.5 * embeddings.weight.detach())
+
+
+@pytest.mark.parametrize("change", [write_in_place, load, assign, replace_parameter])
+def test_34_new_encoder_weights_are_used(adapter, make_request, change):
+    adapter = type(adapter)(copy_pipeline(adapter, torch.float32))
+    engine, requests = ob.RolloutEngine(adapter), [make_request(num_inference_steps=2)]
+    before = [engine.generate(requests)[0]]
+    for _ in range(2):
+        change(adapter.pipeline.text_encoder)
+        (output,) = engine.generate(requests)
+        (fresh,) = ob.RolloutEngine(type(adapter)(adapter.pipeline)).generate(requests)
+        assert torch.equal(output.prompt_embeds, fresh.prompt_embeds)
+        assert not torch.equal(output.prompt_embeds, before[-1].prompt_embeds)
+        before.append(output)
 
 
 def test_35_with_token_ids_the_tokenizers_are_never_called(adapter, make_request, assert_same, monkeypatch):
     (expected,) = ob.RolloutEngine(adapter).generate([make_request()])
+    (guided,) = ob.RolloutEngine(adapter).generate([make_request(guidance_scale=4.0)])
     ids = adapter.tokenize(PROMPT)
     for name, component in adapter.pipeline.components.items():
         if name.startswith("tokenizer"):
             monkeypatch.setattr(type(component), "__call__", None)
     prompt = {"extra_prompt_ids": ids} if isinstance(ids, dict) else {"prompt_token_ids": ids}
+    adapter.forget_prompts()
     (output,) = ob.RolloutEngine(adapter).generate([make_request(prompt)])
     assert_same(output, expected, tolerance=0)
+    # The empty negative prompt that SD3 takes needs no tokenizer, either.
+    (output,) = ob.RolloutEngine(adapter).generate([make_request(prompt, guidance_scale=4.0)])
+    assert_same(output, guided, tolerance=0)
+
+
+def test_35_the_empty_text_is_what_the_tokenizers_make_of_it(adapters):
+    adapter = adapters["tiny-sd35"]
+    clip, t5 = adapter.pipeline.tokenizer, adapter.pipeline.tokenizer_3
+    assert adapter.tokenize("") == {"clip": clip("").input_ids, "t5": t5("").input_ids}
 
 
 @pytest.mark.parametrize("missing", ["clip", "t5"])

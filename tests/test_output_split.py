@@ -67,10 +67,13 @@ def test_requests_may_have_different_numbers_of_outputs():
 
 def test_custom_fields_are_cut_by_name():
     custom = {"all_latents": torch.arange(2.0).view(2, 1), "all_timesteps": torch.zeros(2), "note": "kept"}
+    custom |= {"all_log_probs": [[-1.0], [-2.0]], "sizes": (64, 64)}
     outputs = split_diffusion_output_by_request(packed(2, custom_output=custom), batch(2), num_outputs_per_prompt=1)
     assert [output.custom_output["all_latents"].tolist() for output in outputs] == [[[0.0]], [[1.0]]]
     assert all(torch.equal(output.custom_output["all_timesteps"], torch.zeros(2)) for output in outputs)
-    assert outputs[0].custom_output["note"] == "kept"
+    assert [output.custom_output["all_log_probs"] for output in outputs] == [[[-1.0]], [[-2.0]]]
+    assert all(output.custom_output["note"] == "kept" for output in outputs)
+    assert all(output.custom_output["sizes"] == (64, 64) for output in outputs)
 
 
 def test_one_request_may_be_given_as_it_is():
@@ -87,6 +90,8 @@ def test_one_request_may_be_given_as_it_is():
         ({"seeds": [1]}, 1, "seeds must have 2 rows"),
         ({}, [1], "num_outputs_per_prompt must hold 2 numbers, got 1"),
         ({"custom_output": {"mystery": torch.zeros(2)}}, 1, "custom_output: it is not known whether 'mystery'"),
+        ({"custom_output": {"rewards": [0.1, 0.9]}}, 1, "custom_output: it is not known whether 'rewards'"),
+        ({"timesteps": torch.zeros(2, 4)}, 1, r"timesteps is shared by all rows .* got shape \(2, 4\)"),
     ],
 )
 def test_what_does_not_fit_is_named(changed, counts, named):

@@ -58,16 +58,25 @@ def seeds(requests):
     return [request.sampling_params.seed for request in requests]
 
 
-def test_no_noise_is_used_twice_however_the_prompts_are_split():
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_no_noise_is_used_twice_however_the_prompts_are_split(outputs):
     """Field case 9: 48 prompts in one call, or in four calls of 12, get the same 48 seeds."""
-    prompts, sampling = [f"prompt {index}" for index in range(48)], OmniDiffusionSamplingParams()
+    prompts = [f"prompt {index}" for index in range(48)]
+    sampling = OmniDiffusionSamplingParams(num_outputs_per_prompt=outputs)
     whole = make_requests(prompts, sampling, images_per_prompt=2, seed=3)
     parts = [
-        make_requests(prompts[first : first + 12], sampling, images_per_prompt=2, seed=3 + 2 * first)
+        make_requests(prompts[first : first + 12], sampling, images_per_prompt=2, seed=3 + 2 * outputs * first)
         for first in range(0, 48, 12)
     ]
     assert seeds(whole) == [seed for part in parts for seed in seeds(part)]
-    assert len(set(seeds(whole))) == 96
+    drawn = [g.initial_seed() for request in whole for g in request.sampling_params.draw_generators()]
+    assert sorted(drawn) == list(range(3, 3 + 96 * outputs))
+
+
+def test_a_wrong_number_of_outputs_is_its_requests_error():
+    (request,) = make_requests(["a"], OmniDiffusionSamplingParams(num_outputs_per_prompt="2"), seed=3)
+    with pytest.raises(ValueError, match="num_outputs_per_prompt must be a positive integer, got '2'"):
+        request.validate()
 
 
 def test_a_negative_prompt_is_for_those_without():

@@ -98,10 +98,13 @@ class TestAdmissionWait:
         scheduler = self.scheduler()
         scheduler.add("a")
         assert scheduler.schedule() == []
-        self.clock.now = 0.009
+        self.clock.now = 0.010
+        assert scheduler.schedule() == []
+        # Threads wake up late: well behind the tenth millisecond is still in time.
+        self.clock.now = 0.019
         scheduler.add("b")
         assert scheduler.schedule() == []
-        self.clock.now = 0.02
+        self.clock.now = 0.0391
         assert scheduler.schedule() == ["a", "b"]
 
     def test_a_full_wave_starts_at_once(self):
@@ -118,6 +121,20 @@ class TestAdmissionWait:
             if scheduler.schedule():
                 break
         assert self.clock.now == pytest.approx(0.05)
+
+    @pytest.mark.parametrize(("wait", "quiet"), [(10, 10), (50, 20), (150, 30), (1000, 50)])
+    def test_a_lone_request_waits_until_it_is_quiet(self, wait, quiet):
+        scheduler = self.scheduler(wait=wait)
+        scheduler.add("a")
+        assert scheduler.wait_seconds() == pytest.approx(quiet / 1000)
+
+    def test_an_aborted_arrival_does_not_shorten_the_next_ones_wait(self):
+        scheduler = self.scheduler()
+        scheduler.add("a")
+        scheduler.finish("a")
+        self.clock.now = 0.1
+        scheduler.add("b")
+        assert scheduler.wait_seconds() == pytest.approx(0.02)
 
     def test_serial_never_waits(self):
         scheduler = self.scheduler(max_num_seqs=1)

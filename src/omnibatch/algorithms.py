@@ -94,8 +94,8 @@ def sde_arguments(
     of its range.
 
     Args:
-        extra_args: ``noise_level`` (default 0.7), ``sde_type`` (the algorithm's), ``sde_window_size`` (``None``: all
-            steps but the last), ``sde_window_range`` (``(0, num_timesteps - 1)``; a list, or such as ``"[0,5]"``),
+        extra_args: ``noise_level`` (default 0.7), ``sde_type`` (the algorithm's), ``sde_window_size`` (``None``: the
+            whole range), ``sde_window_range`` (``(0, num_timesteps - 1)``; a list, or such as ``"[0,5]"``),
             ``sde_window_scope`` (``"request"``), ``sde_window_seed`` (0), ``logprobs`` (``True``), ``shared_noise``
             (``False``: whether all outputs start from the latents of the first seed, so that the steps before the
             window, the same for all, are computed once); for ``mix_grpo`` also ``sde_window_strategy``
@@ -135,12 +135,14 @@ def sde_arguments(
         window_seed, shift = _mix_grpo_schedule(extra_args)
     else:
         window_seed, shift = _window_seed(extra_args, seed, group_seed), None
-    if shift is not None and size is not None:
+    if size is None:
+        window = low, high
+    elif shift is not None:
         start = low + shift % (high - low - size + 1)
         window = (start, start + int(size))
     else:
         window = sample_per_sample_sde_windows(
-            sde_window_size=None if size is None else int(size),
+            sde_window_size=int(size),
             sde_window_range=(low, high),
             num_timesteps=num_timesteps,
             batch_size=1,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from omnibatch.request import DiffusionOutput, OmniDiffusionRequest
@@ -49,13 +50,14 @@ def split_diffusion_output_by_request(
 
     Raises:
         ValueError: naming the field whose number of rows does not fit, or a field of ``custom_output`` of which it is
-            not known whether it is per row.
+            not known whether it is per row; or when ``timesteps`` or ``sigmas`` are per row.
     """
     requests = [req] if isinstance(req, OmniDiffusionRequest) else req.requests
     counts = rows_of_requests(num_outputs_per_prompt, len(requests))
     total = sum(counts)
     fields = {name: getattr(result, name) for name in (*PER_ROW_FIELDS, "trajectory_timesteps", "seeds")}
-    for name, value in {**fields, **result.custom_output}.items():
+    shared = {name: getattr(result, name) for name in SHARED_FIELDS}
+    for name, value in {**shared, **fields, **result.custom_output}.items():
         if _is_per_row(name, value) and len(value) != total:
             raise ValueError(f"{name} must have {total} rows, one per output, got {len(value)}")
     outputs, first = [], 0
@@ -90,11 +92,18 @@ def _rows_of(fields: Mapping[str, Any], rows: slice) -> dict[str, Any]:
 def _is_per_row(name: str, value: Any) -> bool:
     if name == "seeds":
         return bool(value)
-    if not isinstance(value, torch.Tensor) or name in SHARED_FIELDS:
+    if not isinstance(value, (torch.Tensor, np.ndarray, list)):
+        return False
+    if name in SHARED_FIELDS:
+        if np.ndim(value) > 1:
+            raise ValueError(f"{name} is shared by all rows and must have one axis, got shape {tuple(np.shape(value))}")
         return False
     if name in TIMESTEP_FIELDS:
-        return value.dim() > 1
+        return np.ndim(value) > 1
     if name not in PER_ROW_CUSTOM_FIELDS:
         known = ", ".join((*PER_ROW_CUSTOM_FIELDS, *TIMESTEP_FIELDS, *SHARED_FIELDS))
-        raise ValueError(f"custom_output: it is not known whether {name!r} has a row per output; known are {known}")
+        raise ValueError(
+            f"custom_output: it is not known whether {name!r} has a row per output; known are {known}; "
+            "what all rows share may have any other name as a tuple"
+        )
     return True

@@ -86,7 +86,7 @@ def forward_lifecycle(adapter: Any, req: OmniDiffusionRequest | DiffusionRequest
             batch = StepBatch(active)
         batch.gather()
         adapter.step_scheduler(batch, adapter.denoise_step(batch))
-        for state in active:
-            state.rows_per_forward = max(state.rows_per_forward, batch.largest_forward)
+        for state, rows in zip(active, batch.largest_forward_of):
+            state.rows_per_forward = max(state.rows_per_forward, rows)
     adapter.post_decode(states)
     return [state.to_output() for state in states]

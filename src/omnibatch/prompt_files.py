@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from omnibatch.request import OmniDiffusionRequest, OmniDiffusionSamplingParams
+from omnibatch.request import OmniDiffusionRequest, OmniDiffusionSamplingParams, is_integer
 
 Prompt = str | dict[str, Any]
 
@@ -59,8 +59,8 @@ def make_requests(
 ) -> list[OmniDiffusionRequest]:
     """One request per picture: a group of ``images_per_prompt`` for each prompt.
 
-    Seeds count up from ``seed`` over all pictures, so no two share their noise, and the same picture gets the same
-    seed whether the prompts come in one call or, with ``seed`` moved on, in several.
+    Seeds count up from ``seed`` over all outputs, so no two share their noise, and the same picture gets the same
+    seed whether the prompts come in one call or, with ``seed`` moved on by as many outputs, in several.
 
     Args:
         prompts: texts, or prompt dicts.
@@ -75,12 +75,14 @@ def make_requests(
         >>> [(request.request_id, request.sampling_params.seed) for request in requests]
         [('0000-00', 5), ('0000-01', 6), ('0001-00', 7), ('0001-01', 8)]
     """
+    # One that is no number is its request's error, not the list's.
+    outputs = sampling_params.num_outputs_per_prompt if is_integer(sampling_params.num_outputs_per_prompt) else 1
     requests = []
     for prompt_index, prompt in enumerate(prompts):
         if negative_prompt is not None:
             prompt = {"negative_prompt": negative_prompt} | ({"prompt": prompt} if isinstance(prompt, str) else prompt)
         for image_index in range(images_per_prompt):
-            offset = prompt_index * images_per_prompt + image_index
+            offset = (prompt_index * images_per_prompt + image_index) * outputs
             requests.append(
                 OmniDiffusionRequest(
                     prompt=prompt,

@@ -193,7 +193,8 @@ class DiffusionOutput:
             ``negative_…``, ``None`` without guidance.
         sampling_params: as the request asked for it.
         guidance: scale of the guidance; 1 without.
-        seeds: the seed of each output's generator.
+        seeds: the seed of each output's generator. It makes the output again, unless the generator was your own and
+            had been drawn from before.
         num_steps: denoising steps run.
         shared_steps: of these, steps before the SDE window that all outputs took as one row (``shared_noise``).
         rows_per_forward: the most rows that a transformer call with this request's rows took.

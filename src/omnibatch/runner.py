@@ -150,9 +150,9 @@ class LifecycleRunner:
         return outputs
 
     def _record(self, batch: StepBatch, steps: list[int], started: float, elapsed: float) -> None:
-        for state in batch.states:
+        for state, rows in zip(batch.states, batch.largest_forward_of):
             state.stage_times["denoise"] += elapsed
-            state.rows_per_forward = max(state.rows_per_forward, batch.largest_forward)
+            state.rows_per_forward = max(state.rows_per_forward, rows)
         if self.timeline is None:
             return
         if self._first_step_at is None:

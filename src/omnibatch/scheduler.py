@@ -105,14 +105,15 @@ class RequestScheduler(StepScheduler):
     Args:
         max_num_seqs: requests in a wave; 1 is serial execution.
         max_wait_ms: how long the first schedule of a wave may wait for more arrivals, in milliseconds. It ends early
-            when the queue fills a wave, or when arrivals have been quiet for a fifth of it (at most 50 ms).
+            when the queue fills a wave, or when arrivals have been quiet for a fifth of it (20 ms at least, since
+            arrivals of one burst are not closer than threads wake up, and 50 ms at most).
         clock: returns seconds.
     """
 
     def __init__(self, max_num_seqs: int, max_wait_ms: float = 0, clock: Callable[[], float] = time.monotonic):
         super().__init__(max_num_seqs)
         self._max_wait = max_wait_ms / 1000
-        self._quiet = min(self._max_wait / 5, 0.05)
+        self._quiet = min(max(self._max_wait / 5, 0.02), 0.05)
         self._clock = clock
         self._first_arrival: float | None = None
         self._last_arrival = 0.0
@@ -131,6 +132,12 @@ class RequestScheduler(StepScheduler):
         wave = [self._admit(key) for _ in range(size)]
         self._first_arrival = self._clock() if self._waiting else None
         return wave
+
+    def finish(self, request_id: str) -> None:
+        super().finish(request_id)
+        if not self._waiting:
+            # Whoever comes next waits for others anew.
+            self._first_arrival = None
 
     def wait_seconds(self) -> float:
         """How long the wave should still wait for arrivals; 0 when it may start."""

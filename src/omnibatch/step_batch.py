@@ -48,6 +48,9 @@ class StepBatch:
     Args:
         states: prepared states of equal latent shape.
         rows_per_forward: rows of a transformer call, exactly; ``None`` takes all rows in one call.
+
+    Attributes:
+        largest_forward_of: for each state, the most rows that a transformer call with rows of it takes.
     """
 
     def __init__(self, states: Sequence[StepRequestState], rows_per_forward: int | None = None):
@@ -57,8 +60,8 @@ class StepBatch:
         self._rows = [state for state, count in self._members() for _ in range(count)]
         guided = [index for index, state in enumerate(self._rows) if state.do_true_cfg]
         self.num_rows = len(self._rows)
-        places = [place for place, count in enumerate(self.row_counts) for _ in range(count)]
-        self._state_of_row = to_device(torch.tensor(places), self.device)
+        self._places = [place for place, count in enumerate(self.row_counts) for _ in range(count)]
+        self._state_of_row = to_device(torch.tensor(self._places), self.device)
         self._schedules = pad_sequence([state.schedule for state in self.states], batch_first=True)
         self.guided_rows = to_device(torch.tensor(guided, dtype=torch.long), self.device)
         self.guidance = to_device(torch.tensor([self._rows[index].guidance for index in guided]), self.device)
@@ -74,12 +77,13 @@ class StepBatch:
     def lay_out(self, rows_per_forward: int | None) -> None:
         """Lay the rows out in transformer calls, anew when their size changes."""
         self.rows_per_forward = rows_per_forward
+        self.largest_forward_of = [0] * len(self.states)
         self.forwards = list(self._forwards())
 
     @property
     def largest_forward(self) -> int:
         """The most rows that a transformer call of this batch takes."""
-        return max(len(rows.source) for rows in self.forwards)
+        return max(self.largest_forward_of)
 
     def gather(self) -> None:
         """Collect what changes from step to step: latents ``(R, ...)``, timesteps ``(R,)``, coefficients ``(R, 5)``."""
@@ -158,6 +162,9 @@ class StepBatch:
     ) -> ForwardRows:
         # Dummy rows repeat a real one, so that they cannot overflow into anything.
         chosen = [entries[target] for target in targets + [targets[0]] * (size - len(targets))]
+        for index, _ in chosen:
+            place = self._places[index]
+            self.largest_forward_of[place] = max(self.largest_forward_of[place], size)
         # A group's rows share one encoding: it is padded once.
         place_of: dict[PromptEncoding, int] = {}
         rows = [place_of.setdefault(encoding, len(place_of)) for _, encoding in chosen]

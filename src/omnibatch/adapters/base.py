@@ -263,7 +263,7 @@ class RolloutAdapter(ABC):
     def forget_prompts(self) -> None:
         """Drop the cached encodings.
 
-        For changes of a text encoder that torch does not count: writing through ``.data``, adding modules.
+        For changes of a text encoder that go unnoticed: writing through ``.data``, adding or replacing modules.
         """
         self._encodings = EncodingCache()
 
@@ -312,14 +312,11 @@ class RolloutAdapter(ABC):
         shared: bool,
     ) -> torch.Tensor:
         """Rows ``(n, ...)``; one row when the outputs share it."""
+        # Every stream gives its latents, used or not: its next numbers are the noise of the first step, which must not
+        # be those again, and must not depend on where the latents came from.
+        drawn = [self.draw_latents(height, width, generator) for generator in generators]
         if sampling.latents is None:
-            if shared and sampling.generator is not None:
-                generators = generators[:1]
-            elif shared:
-                # A generator beside the first output's own, so that all outputs' streams start alike.
-                generators = [torch.Generator().manual_seed(generators[0].initial_seed())]
-            rows = [self.draw_latents(height, width, generator) for generator in generators]
-            return torch.stack(rows).to(self.device)
+            return torch.stack(drawn[:1] if shared else drawn).to(self.device)
         shape = (1 if shared else sampling.num_outputs_per_prompt, *self.latent_shape(height, width))
         if tuple(sampling.latents.shape) != shape:
             raise ValueError(f"latents must have the shape {shape}, got {tuple(sampling.latents.shape)}")

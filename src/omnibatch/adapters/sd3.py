@@ -23,7 +23,13 @@ class StableDiffusion3Adapter(RolloutAdapter):
 
     def tokenize(self, prompt: str) -> dict[str, list[int]]:
         """Token ids of a prompt per tokenizer, as ``extra_prompt_ids`` takes them."""
-        return {"clip": self.pipeline.tokenizer(prompt).input_ids, "t5": self.pipeline.tokenizer_3(prompt).input_ids}
+        tokenizers = {"clip": self.pipeline.tokenizer, "t5": self.pipeline.tokenizer_3}
+        given = {name: tokenizer for name, tokenizer in tokenizers.items() if tokenizer is not None}
+        if prompt:
+            return {name: tokenizer(prompt).input_ids for name, tokenizer in given.items()}
+        # What a missing negative prompt stands for; so whoever brings ids needs no tokenizer for it.
+        ends = {name: (tokenizer.bos_token_id, tokenizer.eos_token_id) for name, tokenizer in given.items()}
+        return {name: [token for token in tokens if token is not None] for name, tokens in ends.items()}
 
     def given_embeddings(self, request: OmniDiffusionRequest, prefix: str) -> PromptEncoding | None:
         config = self.transformer.config
@@ -37,15 +43,16 @@ class StableDiffusion3Adapter(RolloutAdapter):
         )
 
     def prompt_tokens(self, request: OmniDiffusionRequest, prefix: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        token_ids = given_extra_token_ids(request, prefix, ("clip", "t5"))
+        has_t5 = self.pipeline.text_encoder_3 is not None
+        token_ids = given_extra_token_ids(request, prefix, ("clip", "t5") if has_t5 else ("clip",))
         if token_ids is None:
             token_ids = self.tokenize(prompt_text(request, prefix, default="" if prefix else None))
         name = f"{prefix}extra_prompt_ids"
         for encoder in (self.pipeline.text_encoder, self.pipeline.text_encoder_2):
             require_in_vocabulary(token_ids["clip"], encoder, f"{name}['clip']")
-        if self.pipeline.text_encoder_3 is not None:
+        if has_t5:
             require_in_vocabulary(token_ids["t5"], self.pipeline.text_encoder_3, f"{name}['t5']")
-        return tuple(token_ids["clip"]), tuple(token_ids["t5"])
+        return tuple(token_ids["clip"]), tuple(token_ids["t5"] if has_t5 else ())
 
     def encode_tokens(
         self, tokens: tuple[tuple[int, ...], tuple[int, ...]], max_sequence_length: int
@@ -95,6 +102,10 @@ class StableDiffusion3Adapter(RolloutAdapter):
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         reduction = self.pipeline.vae_scale_factor
+        largest = self.transformer.config.pos_embed_max_size * self.size_multiple
+        for name, value in (("height", height), ("width", width)):
+            if value > largest:
+                raise ValueError(f"{name} must be at most {largest}, where the model's positions end, got {value}")
         return self.transformer.config.in_channels, height // reduction, width // reduction
 
     # Denoise.
