@@ -37,7 +37,7 @@ def latents_of_omnibatch(adapter, prompt, seeds, guided, steps, config, **argume
         num_outputs_per_prompt=len(seeds),
         num_inference_steps=steps,
         guidance_scale=3.0 if guided else 1.0,
-        true_cfg_scale=3.0,
+        true_cfg_scale=3.0 if guided else 1.0,
         max_sequence_length=48,
         output_type="latent",
         extra_args={"noise_level": 0.0},

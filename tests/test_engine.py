@@ -524,6 +524,7 @@ SPECS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.filterwarnings("ignore:true_cfg_scale=.* has no effect on a prompt without a negative_prompt")
 @pytest.mark.parametrize("name", tiny.MODEL_NAMES)
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
@@ -589,3 +590,25 @@ def test_a_packed_forward_reports_the_rows_of_its_calls(adapter, make_request):
     requests[1].sampling_params.num_inference_steps = 2
     outputs = adapter.forward(ob.DiffusionRequestBatch(requests))
     assert [output.rows_per_forward for output in outputs] == [4, 4]
+
+
+def test_what_is_no_adapter_configuration_or_list_is_named(adapters, make_request):
+    adapter = adapters["tiny-sd35"]
+    with pytest.raises(ValueError, match=r"got StableDiffusion3Pipeline; omnibatch\.load wraps a pipeline"):
+        ob.RolloutEngine(adapter.pipeline)
+    with pytest.raises(ValueError, match="config must be a RolloutConfig, got dict"):
+        ob.RolloutEngine(adapter, {"max_num_seqs": 4})
+    with pytest.raises(ValueError, match="requests must be a list of requests, got a single one"):
+        ob.RolloutEngine(adapter).generate(make_request())
+
+
+@pytest.mark.parametrize("field", ["latents", "prompt_embeds"])
+def test_integers_where_numbers_are_needed_are_named(adapters, make_request, field):
+    adapter = adapters["tiny-sd35"]
+    (output,) = ob.RolloutEngine(adapter).generate([make_request()])
+    prompt = {"prompt_embeds": output.prompt_embeds[0], "pooled_prompt_embeds": output.pooled_prompt_embeds[0]}
+    values = {"latents": output.latents} | prompt
+    changed = prompt | ({field: values[field].long()} if field in prompt else {})
+    latents = values["latents"].long() if field == "latents" else None
+    (bad,) = ob.RolloutEngine(adapter).generate([make_request(changed, latents=latents)], return_errors=True)
+    assert f"{field} must be of a floating-point dtype, got torch.int64" in str(bad.error)

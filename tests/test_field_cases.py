@@ -127,12 +127,13 @@ def test_04_outputs_of_one_request_are_three_different_ones(equals_alone, make_r
 
 def test_04_each_output_is_the_one_of_its_seed(adapter, equals_alone, make_request, assert_same):
     to_the_end = {"sde_window_size": 4, "sde_window_range": [0, 4]}
-    (output,) = equals_alone([make_request(num_outputs_per_prompt=3, extra_args=to_the_end, **GUIDED)])
+    guided = {"negative_prompt": "no", "extra_args": to_the_end, **GUIDED}
+    (output,) = equals_alone([make_request(num_outputs_per_prompt=3, **guided)])
     assert torch.equal(output.trajectory_latents[:, -1], output.latents)
     fixed = ob.RolloutEngine(adapter, ob.RolloutConfig(rows_per_forward=4))
-    (three,) = fixed.generate([make_request(num_outputs_per_prompt=3, seed=7, extra_args=to_the_end, **GUIDED)])
+    (three,) = fixed.generate([make_request(num_outputs_per_prompt=3, seed=7, **guided)])
     for index in range(3):
-        (one,) = fixed.generate([make_request(seed=7 + index, extra_args=to_the_end, **GUIDED)])
+        (one,) = fixed.generate([make_request(seed=7 + index, **guided)])
         for name in ("trajectory_latents", "trajectory_log_probs", "latents", "output"):
             assert torch.equal(getattr(three, name)[index], getattr(one, name)[0]), name
 
@@ -337,6 +338,10 @@ def test_16_guidance_scales_together(equals_alone, make_request):
     assert not torch.equal(final[1], final[2])
 
 
+UNGUIDED = "true_cfg_scale=4.0 has no effect on a prompt without a negative_prompt"
+
+
+@pytest.mark.filterwarnings(f"ignore:{UNGUIDED}")
 def test_17_with_and_without_a_negative_prompt(adapter, equals_alone, make_request):
     """Qwen-Image is guided only with a negative prompt; SD3 takes the empty one. Both are diffusers' rules."""
     requests = [
@@ -352,6 +357,24 @@ def test_17_with_and_without_a_negative_prompt(adapter, equals_alone, make_reque
     else:
         (empty,) = ob.RolloutEngine(adapter).generate([make_request(negative_prompt="", **GUIDED)])
         torch.testing.assert_close(outputs[1].latents, empty.latents, atol=7e-5, rtol=0)
+
+
+@pytest.mark.parametrize("scale", [None, 1.0, 4.0])
+def test_17_guidance_without_a_negative_prompt_is_not_dropped_silently(adapters, make_request, scale):
+    engine = ob.RolloutEngine(adapters["tiny-qwen-image"])
+    requests = [make_request(true_cfg_scale=scale), make_request({"prompt": PROMPT}, "dict", true_cfg_scale=scale)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outputs = engine.generate(requests)
+    assert [UNGUIDED in str(warning.message) for warning in caught] == ([True, True] if scale == 4.0 else [])
+    assert all(output.guidance == 1.0 for output in outputs)
+
+
+@pytest.mark.parametrize("name", ["negative_promt", "neg_prompt"])
+def test_17_a_slip_in_the_negative_prompts_name_is_named(run, make_request, name):
+    good, bad = run([make_request(), make_request({"prompt": PROMPT, name: "no"}, "bad")], return_errors=True)
+    assert good.error is None
+    assert f"prompt has no field {name!r}; known are negative_prompt, " in str(bad.error)
 
 
 def test_18_one_and_three_outputs_together(equals_alone, make_request):
@@ -650,6 +673,7 @@ def test_32_the_vae_decodes_in_chunks(adapter, make_request, count_calls, assert
         assert_same(output, other)
 
 
+@pytest.mark.filterwarnings(f"ignore:{UNGUIDED}")
 @pytest.mark.parametrize("algorithm", ["diffusion_nft", "dpo"])
 @pytest.mark.parametrize("mode", ["serial", "request", "step"])
 @pytest.mark.parametrize("negative", [None, "blurry"])

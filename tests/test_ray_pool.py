@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 
 import pytest
+import ray
 import torch
 from fake_ray_adapters import PidAdapter
 from peft import LoraConfig, get_peft_model_state_dict
@@ -15,7 +16,8 @@ from safetensors.torch import load_file
 
 import omnibatch as ob
 from omnibatch.cli import main
-from omnibatch.ray import RolloutPool
+from omnibatch.ray import RolloutPool, coordinator
+from omnibatch.ray.replica import Replica
 from omnibatch.request import RequestAborted
 from omnibatch.tiny import EXAMPLE_PROMPTS
 
@@ -198,8 +200,44 @@ def test_a_model_that_cannot_be_made_says_why():
         RolloutPool("nonsense")
     with pytest.raises(ValueError, match="num_replicas must be a positive integer, got 0"):
         RolloutPool("tiny-sd35", num_replicas=0)
+    for seconds in (0, -1, float("nan"), "60"):
+        with pytest.raises(ValueError, match=f"health_check_timeout_s must be a positive number, got {seconds!r}"):
+            RolloutPool("tiny-sd35", health_check_timeout_s=seconds)
+    with pytest.raises(ValueError, match="config must be a RolloutConfig, got dict"):
+        RolloutPool("tiny-sd35", config={"max_num_seqs": 4})
     with pytest.raises(ValueError, match="model must be a name, a folder, a hub id or a function"):
         RolloutPool(None)
+
+
+def test_what_can_be_no_weights_is_named(pool):
+    version, weight = pool.weights_version, torch.zeros(1)
+    for arguments, named in (
+        ({"state_dict": torch.nn.Linear(1, 1)}, "state_dict must hold tensors by name"),
+        ({"state_dict": {}}, "state_dict must hold tensors by name"),
+        ({"state_dict": {"a": 1}}, r"state_dict\['a'\] must be a tensor, got int"),
+        ({"state_dict": {"a": weight}, "lora_config": {"r": 4}}, "lora_config must be a peft.LoraConfig, got dict"),
+        ({"state_dict": {"a.lora_A.weight": weight}}, "lacks; a LoRA's weights need its lora_config beside them"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            pool.update_weights(**arguments)
+    assert pool.weights_version == version
+
+
+def test_a_pool_that_finds_no_place_says_so(local_ray, monkeypatch):
+    monkeypatch.setattr(coordinator, "GRACE_SECONDS", 0.5)
+
+    def make_actor():
+        return ray.remote(num_gpus=1)(Replica).remote(PidAdapter, CONFIG)
+
+    async def main():
+        waiting = coordinator.Coordinator(make_actor, 1, 1, 60.0)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(waiting.start(), 3)
+        waiting.close()
+        await waiting.stop()
+
+    with pytest.warns(UserWarning, match=r"no replica is up after 0 s: .* what ray_actor_options ask .it has"):
+        asyncio.run(main())
 
 
 def test_a_closed_pool_ends_what_is_in_flight_and_takes_no_more():

@@ -6,7 +6,8 @@ from fake_adapter import PackedForward
 
 import omnibatch as ob
 from omnibatch import tiny
-from omnibatch.replay import compare_replay, replay_log_probs, stack_outputs
+from omnibatch.algorithms import training_fields
+from omnibatch.replay import compare_replay, replay_log_probs, replay_steps, stack_outputs
 
 MODES = {
     "serial": {},
@@ -96,6 +97,49 @@ def test_noise_that_cannot_be_drawn_again_leaves_the_mean_unknown(adapter, make_
     assert report.largest_log_ratio < 1e-5
 
 
+@pytest.mark.parametrize("how", ["drawn", "shared", "given"])
+def test_the_seed_draws_the_noise_again_wherever_the_latents_came_from(adapter, make_request, how):
+    engine = ob.RolloutEngine(adapter, ob.RolloutConfig(rows_per_forward=4))
+    sampling = {"num_outputs_per_prompt": 2, "extra_args": {"shared_noise": how == "shared"}}
+    if how == "given":
+        (drawn,) = engine.generate([make_request(num_outputs_per_prompt=2)])
+        sampling |= {"latents": drawn.trajectory_latents[:, 0]}
+    report = compare_replay(adapter, engine.generate([make_request(**sampling)]), micro_batch_size=4)
+    assert report.is_exact
+    assert report.largest_mean_difference < 1e-5
+
+
+def test_replayed_means_give_the_kl_divergence_of_two_policies(adapter, make_request):
+    outputs = ob.RolloutEngine(adapter).generate(
+        [make_request(num_outputs_per_prompt=2), make_request(request_id="b", seed=9)]
+    )
+    policy = replay_steps(adapter, outputs)
+    weight = next(parameter for parameter in adapter.transformer.parameters() if parameter.dim() == 2)
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight.mul_(1.05)
+    try:
+        reference = replay_steps(adapter, outputs, requires_grad=True)
+    finally:
+        with torch.no_grad():
+            weight.copy_(before)
+    for one, other, output in zip(policy, reference, outputs):
+        assert one.means.shape == (len(output.seeds), 3, *output.latents.shape[1:])
+        assert not one.means.requires_grad
+        assert other.means.requires_grad
+        width = one.noise_scales.double().view(1, -1, *[1] * (one.means.dim() - 2))
+        assert torch.equal(one.noise_scales, other.noise_scales)
+        # Against torch's own distributions, in float64.
+        ours, theirs = (torch.distributions.Normal(steps.means.detach().double(), width) for steps in (one, other))
+        expected = torch.distributions.kl_divergence(ours, theirs).flatten(2).mean(2)
+        kl = (one.means - other.means.detach()).square().flatten(2).mean(2) / (2 * one.noise_scales**2)
+        torch.testing.assert_close(kl.double(), expected, rtol=1e-4, atol=0)
+        assert (kl > 0).all()
+        # The stored next latents are as likely as the log-probs say.
+        likely = ours.log_prob(output.trajectory_latents[:, 1:].double()).flatten(2).mean(2)
+        torch.testing.assert_close(likely.float(), one.log_probs, atol=1e-5, rtol=0)
+
+
 def test_outputs_without_log_probs_are_named(adapter, make_request):
     (silent,) = ob.RolloutEngine(adapter).generate([make_request(request_id="silent", extra_args={"logprobs": False})])
     with pytest.raises(ValueError, match="output 'silent' has no log-probs"):
@@ -116,7 +160,6 @@ def test_stacked_outputs_keep_every_row(adapter, ragged_requests):
     assert torch.equal(stacked["all_latents"], torch.cat([output.trajectory_latents for output in outputs]))
     assert torch.equal(stacked["all_log_probs"], torch.cat([output.trajectory_log_probs for output in outputs]))
     assert stacked["sde_windows"].tolist() == [list(o.sde_window) for o in outputs for _ in o.seeds]
-    assert "negative_prompt_embeds" not in stacked
     first_row = 0
     for output in outputs:
         rows = slice(first_row, first_row + len(output.seeds))
@@ -127,4 +170,32 @@ def test_stacked_outputs_keep_every_row(adapter, ragged_requests):
         if output.prompt_embeds_mask is not None:
             assert torch.equal(stacked["prompt_embeds_mask"][rows, :length], output.prompt_embeds_mask)
             assert not stacked["prompt_embeds_mask"][rows, length:].any()
+    assert stacked["guidance"].tolist() == [output.guidance for output in outputs for _ in output.seeds]
     assert stack_outputs([]) == {}
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_stacked_guided_and_unguided_rows_keep_their_negatives(adapter, make_request, order):
+    guidance = {"guidance_scale": 3.0, "true_cfg_scale": 3.0}
+    requests = [make_request(seed=1), make_request("b", "guided", "a long and blurry one", seed=2, **guidance)]
+    outputs = ob.RolloutEngine(adapter).generate(requests[:: -1 if order else 1])
+    stacked = stack_outputs(outputs)
+    guided = next(row for row, output in enumerate(outputs) if output.request_id == "guided")
+    assert stacked["guidance"].tolist() == [3.0 if row == guided else 1.0 for row in range(2)]
+    for name, tensor in stacked.items():
+        if name.startswith("negative_"):
+            own = getattr(outputs[guided], name)[0]
+            assert torch.equal(tensor[guided][: len(own)], own), name
+            assert not tensor[1 - guided].any(), name
+    assert "negative_prompt_embeds" in stacked
+
+
+def test_outputs_of_failed_requests_are_named(adapter, make_request):
+    outputs = ob.RolloutEngine(adapter).generate(
+        [make_request(), make_request("x", "bad", seed=-1)], return_errors=True
+    )
+    for use in (stack_outputs, lambda outputs: training_fields(outputs[1])):
+        with pytest.raises(
+            ValueError, match=r"output 'bad' has nothing to train on: its request failed \(seed must be"
+        ):
+            use(outputs)

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from omnibatch.request import DiffusionOutput, is_finite, is_integer
+from omnibatch.request import DiffusionOutput
 from omnibatch.request_batch import sample_per_sample_sde_windows
 from omnibatch.sde import NOISE_LEVELS, SDE_TYPES, is_noise_level
+from omnibatch.validation import is_finite, is_integer
 
 # The sampler that each algorithm takes unless told otherwise; None is the ODE, and nothing else.
 DEFAULT_SDE_TYPES: dict[str, str | None] = {
@@ -164,7 +165,12 @@ def training_fields(output: DiffusionOutput, algorithm: str = "flow_grpo") -> di
         ``(n, W)``; for ``diffusion_nft`` ``latents_clean`` ``(n, ...)`` and ``train_timesteps`` ``(n, T)``; for ``dpo``
         ``latents_clean``; all float32. For all, the prompt embeddings and masks and their negatives, which are
         ``None`` without guidance; models with pooled embeddings have those too.
+
+    Raises:
+        ValueError: naming the output of a failed request.
     """
+    if output.error is not None:
+        raise ValueError(f"output {output.request_id!r} has nothing to train on: its request failed ({output.error})")
     tensors: dict[str, torch.Tensor | None]
     if DEFAULT_SDE_TYPES[validate_algorithm(algorithm)] is not None:
         tensors = {

@@ -15,7 +15,7 @@ import torch
 import omnibatch
 from omnibatch import tiny
 from omnibatch.bench.command import bench
-from omnibatch.cli_options import MODEL_OPTIONS, PACKING_OPTIONS, POSITIVE, SAMPLING_OPTIONS, options, require_device
+from omnibatch.cli_options import MODEL_OPTIONS, PACKING_OPTIONS, POSITIVE, SAMPLING_OPTIONS, options
 from omnibatch.config import ExecutionMode, RolloutConfig
 from omnibatch.dispatch import choose_mode
 from omnibatch.memory import activation_bytes_per_row, available_bytes, bytes_in_words
@@ -38,7 +38,13 @@ app.add_command(bench)
 
 
 @app.command()
-@click.option("--prompts", required=True, metavar="FILE|-", help=".txt, .jsonl, .parquet, or - for standard input.")
+@click.option(
+    "--prompts",
+    required=True,
+    metavar="FILE|-",
+    help=".txt with a prompt a line; .jsonl with a string, chat messages, or an object with prompt and negative_prompt "
+    "a line; .parquet with a column prompt; - for a .txt on standard input.",
+)
 @click.option("--out", required=True, metavar="DIR", help="Folder to write to.")
 @click.option("--images-per-prompt", type=POSITIVE, help="One request each.  [default: 16]")
 @click.option(
@@ -158,7 +164,7 @@ def compare(
     click.echo(
         f"{model}: {len(prompt_list)} prompts x {images_per_prompt} images, {sampling_params.num_inference_steps} "
         f"steps, max_num_seqs {max_num_seqs}, on {adapter.device} in {str(adapter.dtype).removeprefix('torch.')}; "
-        f"median of {repeats} rounds after a warm-up"
+        f"medians of {repeats} rounds after a warm-up, speed-up of each round's own ratios"
     )
     click.echo(result.table().to_string(index=False, formatters={"difference": "{:.1e}".format}))
     if folder is not None:
@@ -237,7 +243,7 @@ def _workload(
     steps = steps or (found.num_inference_steps if found else 10)
     extra_args = {"sde_window_size": min(2, steps), "sde_window_range": (low, min(high, steps))}
     extra_args |= found.extra_args if found else {}
-    for name in ("noise_level", "sde_type", "sde_window_size"):
+    for name in ("noise_level", "sde_type", "sde_window_size", "sde_window_scope"):
         value = given.pop(name)
         if value is not None:
             extra_args[name] = value
@@ -258,7 +264,6 @@ def _workload(
 
 
 def _load(model: str, algorithm: str, device: str | None, dtype: str | None) -> omnibatch.RolloutAdapter:
-    require_device(device)
     return omnibatch.load(model, algorithm, device, None if dtype is None else getattr(torch, dtype))
 
 

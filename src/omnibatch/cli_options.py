@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import click
-import torch
 
-from omnibatch.algorithms import ALGORITHMS
+from omnibatch.algorithms import ALGORITHMS, WINDOW_SCOPES
 from omnibatch.sde import SDE_TYPES
 
 POSITIVE = click.IntRange(min=1)
@@ -33,7 +32,13 @@ MODEL_OPTIONS = [
 SAMPLING_OPTIONS = [
     click.option("--recipe", help="Take the defaults from qwen_image_flow_grpo or sd35_flow_grpo."),
     click.option("--steps", type=POSITIVE, help="Denoising steps.  [default: 10]"),
-    click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the first image."),
+    click.option(
+        "--seed",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        help="Of the first image; the next ones count up.",
+    ),
     click.option("--height", type=int, help="Pixels.  [default: the model's]"),
     click.option("--width", type=int, help="Pixels.  [default: the model's]"),
     click.option("--guidance-scale", type=float, help="1 turns guidance off.  [default: 1]"),
@@ -41,6 +46,11 @@ SAMPLING_OPTIONS = [
     click.option("--noise-level", type=float, help="Of the SDE steps; 0 is the ODE.  [default: the algorithm's]"),
     click.option("--sde-type", type=click.Choice(SDE_TYPES), help="Sampler.  [default: the algorithm's]"),
     click.option("--sde-window-size", type=POSITIVE, help="SDE steps, among the first five.  [default: 2]"),
+    click.option(
+        "--sde-window-scope",
+        type=click.Choice(WINDOW_SCOPES),
+        help="Who shares a window's place: nobody, the images of a prompt, or all.  [default: request]",
+    ),
     click.option("--max-sequence-length", type=POSITIVE, help="Longest prompt in tokens.  [default: the model's]"),
 ]
 
@@ -59,11 +69,3 @@ def options(*groups: list[Callable[..., Any]]) -> Callable[[Callable[..., Any]],
         return command
 
     return decorate
-
-
-def require_device(device: str | None) -> None:
-    """Raise a ``ValueError`` that names the device unless tensors can be made on it."""
-    try:
-        torch.empty(1, device=device).tolist()
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device: {device!r} cannot be used: {str(error).splitlines()[0]}") from error

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 from omnibatch.config_sources import read_environment, read_overrides, read_yaml
+from omnibatch.validation import is_finite, require_positive_integer
 
 
 class ExecutionMode(Enum):
@@ -25,7 +24,7 @@ class RolloutConfig:
     """The knobs of a :class:`~omnibatch.RolloutEngine`.
 
     Args:
-        step_execution: true for step-wise continuous batching.
+        step_execution: true for step-wise continuous batching; how many requests is up to ``max_num_seqs``.
         max_num_seqs: requests in flight (step-wise) or in a wave (request-level). Without ``step_execution``, 1 is
             serial execution.
         request_batch_max_wait_ms: how long a wave may wait for more arrivals, in milliseconds; request-level only.
@@ -51,18 +50,29 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.step_execution, bool):
             raise ValueError(f"step_execution must be true or false, got {self.step_execution!r}")
-        _require_count("max_num_seqs", self.max_num_seqs)
+        require_positive_integer("max_num_seqs", self.max_num_seqs)
         for name in ("rows_per_forward", "decode_rows"):
             if getattr(self, name) is not None:
-                _require_count(name, getattr(self, name))
+                require_positive_integer(name, getattr(self, name))
         wait = self.request_batch_max_wait_ms
-        if not (isinstance(wait, numbers.Real) and not isinstance(wait, bool) and wait >= 0 and math.isfinite(wait)):
+        if not is_finite(wait) or wait < 0:
             raise ValueError(f"request_batch_max_wait_ms must be a finite number of at least 0, got {wait!r}")
         if self.step_execution and wait > 0:
             raise ValueError(
                 f"step_execution=True excludes request_batch_max_wait_ms={wait!r}: the modes are mutually exclusive; "
                 "drop request_batch_max_wait_ms for step-wise or step_execution for request-level batching"
             )
+
+    @staticmethod
+    def of(config: RolloutConfig | None) -> RolloutConfig:
+        """The configuration given, or the default one.
+
+        Raises:
+            ValueError: when it is something else.
+        """
+        if config is not None and not isinstance(config, RolloutConfig):
+            raise ValueError(f"config must be a RolloutConfig, got {type(config).__name__}")
+        return config or RolloutConfig()
 
     @property
     def mode(self) -> ExecutionMode:
@@ -135,8 +145,3 @@ rows_per_forward=None, decode_rows=None)
         knobs = {} if yaml is None else read_yaml(yaml)
         knobs |= {} if environ is None else read_environment(environ)
         return cls(**(knobs | read_overrides(overrides)))
-
-
-def _require_count(name: str, value: object) -> None:
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")

@@ -18,6 +18,7 @@ from omnibatch.request import (
     OmniDiffusionRequest,
     RequestAborted,
     RolloutError,
+    request_list,
     requested_steps,
     validate_request_id,
 )
@@ -61,10 +62,13 @@ class RolloutEngine:
         self, adapter: RolloutAdapter | Any, config: RolloutConfig | None = None, *, timeline: Timeline | None = None
     ):
         self.adapter = adapter
-        self.config = config or RolloutConfig()
+        self.config = RolloutConfig.of(config)
         self._runner = None if missing_step_methods(adapter) else LifecycleRunner(adapter, self.config, timeline)
         if self._runner is None and not callable(getattr(adapter, "forward", None)):
-            raise ValueError(f"adapter must have the step lifecycle or a forward(), got {adapter!r}")
+            raise ValueError(
+                f"adapter must have the step lifecycle or a forward(), got {type(adapter).__name__}; "
+                "omnibatch.load wraps a pipeline in its adapter"
+            )
         self.scheduler: StepScheduler
         if self.config.mode is ExecutionMode.STEP:
             require_mode(adapter, ExecutionMode.STEP)
@@ -220,7 +224,7 @@ class RolloutEngine:
         self, requests: Iterable[OmniDiffusionRequest], progress: bool, on_step: Callable[[Progress], None] | None
     ) -> Iterator[tuple[int, DiffusionOutput]]:
         """Run requests and give each output with its request's place in the list."""
-        requests = list(requests)
+        requests = request_list(requests)
         place_of: dict[str, int] = {}
         refused = []
         before = self.steps_done

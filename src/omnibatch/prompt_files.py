@@ -11,7 +11,8 @@ from typing import Any
 
 import pandas as pd
 
-from omnibatch.request import OmniDiffusionRequest, OmniDiffusionSamplingParams, is_integer
+from omnibatch.request import OmniDiffusionRequest, OmniDiffusionSamplingParams
+from omnibatch.validation import is_integer
 
 Prompt = str | dict[str, Any]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,9 +26,49 @@ def replay_log_probs(
 ) -> list[torch.Tensor]:
     """Recompute log-probs of stored steps.
 
-    All steps of all outputs are folded into the batch. With the rollout's weights and ``micro_batch_size`` equal to its
-    ``rows_per_forward`` the result equals the rollout's log-probs to the bit, so the first ratio of a policy update
-    is exactly 1.
+    With the rollout's weights and ``micro_batch_size`` equal to its ``rows_per_forward`` the result equals the
+    rollout's log-probs to the bit, so the first ratio of a policy update is exactly 1.
+
+    Args:
+        adapter: as for :func:`replay_steps`, like the other arguments.
+
+    Returns:
+        One float32 ``(n, W)`` per output, in order, on the adapter's device.
+
+    Raises:
+        ValueError: naming an output that has no log-probs to recompute.
+    """
+    steps = replay_steps(adapter, outputs, micro_batch_size=micro_batch_size, requires_grad=requires_grad)
+    return [window.log_probs for window in steps]
+
+
+class ReplayedSteps(NamedTuple):
+    """What the transformer makes of an output's stored steps.
+
+    Two policies' predictions for one step are Gaussians of the same width, so their KL divergence, per element as
+    log-probs are, is ``(means - reference.means).square().flatten(2).mean(2) / (2 * noise_scales**2)``.
+
+    Attributes:
+        log_probs: float32 ``(n, W)``, of the stored next latents.
+        means: float32 ``(n, W, ...)``, the predicted means of the next latents.
+        noise_scales: float32 ``(W,)``, the standard deviations around them.
+    """
+
+    log_probs: torch.Tensor
+    means: torch.Tensor
+    noise_scales: torch.Tensor
+
+
+def replay_steps(
+    adapter: RolloutAdapter,
+    outputs: Sequence[DiffusionOutput],
+    *,
+    micro_batch_size: int | None = None,
+    requires_grad: bool = False,
+) -> list[ReplayedSteps]:
+    """Take the stored steps again, each from its stored latents.
+
+    All steps of all outputs are folded into the batch.
 
     Args:
         adapter: over the trainer's transformer, in training mode or not.
@@ -38,13 +78,23 @@ def replay_log_probs(
             passes as many outputs at a time as its memory takes.
 
     Returns:
-        One float32 ``(n, W)`` per output, in order, on the adapter's device.
+        One for each output, in order, on the adapter's device.
 
     Raises:
         ValueError: naming an output that has no log-probs to recompute.
     """
-    steps = _replay(adapter, outputs, micro_batch_size, requires_grad)
-    return [torch.stack([step.log_prob for step in window], dim=1) for window in steps]
+    steps = []
+    for output, window in zip(outputs, _replay(adapter, outputs, micro_batch_size, requires_grad)):
+        assert output.sde_window is not None
+        scales = _coefficients(adapter, output)[slice(*output.sde_window), 2]
+        steps.append(
+            ReplayedSteps(
+                torch.stack([step.log_prob for step in window], dim=1),
+                torch.stack([step.mean for step in window], dim=1),
+                scales.float().to(adapter.device),
+            )
+        )
+    return steps
 
 
 @dataclass(frozen=True)
@@ -57,7 +107,7 @@ class ReplayReport:
         largest_mean_difference: the largest difference of any element of the predicted mean from the rollout's, which
             is read off the stored next latents and the seed's noise. A next latent is drawn around the predicted mean,
             so a wrong velocity can give the right log-prob, but not the right mean. ``None`` for requests that brought
-            their own generators or latents, whose noise cannot be drawn again.
+            their own generators, whose noise cannot be drawn again.
         is_exact: whether all log-probs are equal to the bit.
     """
 
@@ -75,19 +125,18 @@ def compare_replay(
     Raises:
         ValueError: naming an output that has no log-probs to recompute.
     """
-    windows = _replay(adapter, outputs, micro_batch_size, requires_grad=False)
+    windows = replay_steps(adapter, outputs, micro_batch_size=micro_batch_size)
     ratios, mean_differences, exact = [], [], True
     for output, window in zip(outputs, windows):
-        replayed = torch.stack([step.log_prob for step in window], dim=1).cpu()
-        stored = output.trajectory_log_probs
+        replayed, stored = window.log_probs.cpu(), output.trajectory_log_probs
         assert stored is not None
         ratios.append((replayed - stored).abs().flatten())
         exact &= torch.equal(replayed, stored)
         means = _rollout_means(adapter, output)
         if means is not None:
-            mean_differences += [(step.mean.cpu() - mean).abs().max() for step, mean in zip(window, means)]
+            mean_differences.append((window.means.cpu() - means).abs().max())
     ratio = torch.cat(ratios)
-    known = len(mean_differences) == sum(len(window) for window in windows)
+    known = len(mean_differences) == len(windows)
     return ReplayReport(
         mean_log_ratio=float(ratio.mean()),
         largest_log_ratio=float(ratio.max()),
@@ -105,23 +154,38 @@ def stack_outputs(outputs: Sequence[DiffusionOutput], algorithm: str = "flow_grp
 
     Returns:
         The tensors of :func:`omnibatch.algorithms.training_fields`, ``(rows, ...)``, text padded with zeros and masks
-        with false to the longest, windows with zeros; ``sigmas`` ``(rows, T + 1)`` and ``sde_windows`` ``(rows, 2)``
-        beside them. A field that some outputs lack is left out.
+        with false to the longest, windows with zeros; ``sigmas`` ``(rows, T + 1)``, ``sde_windows`` ``(rows, 2)`` and
+        ``guidance`` ``(rows,)`` beside them. Where some rows are guided, negative embeddings of the others are zeros.
+        Any other field that some outputs lack is left out.
+
+    Raises:
+        ValueError: naming an output of a failed request.
     """
+    if not outputs:
+        return {}
     per_output = []
     for output in outputs:
         count = len(output.seeds)
-        schedule = {
+        beside = {
             "sigmas": None if output.sigmas is None else output.sigmas.expand(count, -1),
             "sde_windows": torch.tensor([output.sde_window] * count),
         }
-        per_output.append(training_fields(output, algorithm) | schedule)
+        per_output.append(training_fields(output, algorithm) | beside)
     stacked = {}
-    for name in per_output[0] if per_output else ():
-        tensors = [tensor for fields in per_output if (tensor := fields.get(name)) is not None]
-        if len(tensors) == len(outputs):
-            longest = max(tensor.shape[1] if tensor.dim() > 1 else 0 for tensor in tensors)
-            stacked[name] = torch.stack([pad_rows(row, longest) for tensor in tensors for row in tensor])
+    for name in per_output[0]:
+        tensors = [fields.get(name) for fields in per_output]
+        if name.startswith("negative_") and any(tensor is not None for tensor in tensors):
+            # The start of an unguided output's own text has the right shape for the zeros, which are padded below.
+            own = [fields.get(name.removeprefix("negative_")) for fields in per_output]
+            tensors = [
+                torch.zeros_like(text[:, :1]) if tensor is None and text is not None else tensor
+                for tensor, text in zip(tensors, own)
+            ]
+        given = [tensor for tensor in tensors if tensor is not None]
+        if len(given) == len(outputs):
+            longest = max(tensor.shape[1] for tensor in given)
+            stacked[name] = torch.stack([pad_rows(row, longest) for tensor in given for row in tensor])
+    stacked["guidance"] = torch.tensor([float(output.guidance) for output in outputs for _ in output.seeds])
     return stacked
 
 
@@ -205,22 +269,21 @@ def _encoding(adapter: RolloutAdapter, output: DiffusionOutput, prefix: str) -> 
     )
 
 
-def _rollout_means(adapter: RolloutAdapter, output: DiffusionOutput) -> list[torch.Tensor] | None:
-    """The rollout's predicted means: its next latents less the noise that the seeds draw again."""
+def _rollout_means(adapter: RolloutAdapter, output: DiffusionOutput) -> torch.Tensor | None:
+    """The rollout's predicted means ``(n, W, ...)``: its next latents less the noise that the seeds draw again."""
     sampling = output.sampling_params
     assert sampling is not None
     assert output.trajectory_latents is not None
     assert output.sde_window is not None
-    if sampling.generator is not None or sampling.latents is not None:
+    if sampling.generator is not None:
         return None
     generators = [torch.Generator().manual_seed(seed) for seed in output.seeds]
-    if not sampling.extra_args.get("shared_noise"):
-        for generator in generators:
-            adapter.draw_latents(*adapter.image_size(sampling), generator)
+    for generator in generators:
+        adapter.draw_latents(*adapter.image_size(sampling), generator)
     start, end = output.sde_window
     means = []
     for index, scale in enumerate(_coefficients(adapter, output)[start:end, 2].tolist()):
         after = output.trajectory_latents[:, index + 1]
         noise = torch.stack([torch.randn(after.shape[1:], generator=generator) for generator in generators])
         means.append(after - scale * noise)
-    return means
+    return torch.stack(means, dim=1)

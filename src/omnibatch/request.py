@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import math
-import numbers
 import secrets
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from omnibatch.validation import is_finite, is_integer, require_positive_integer
 
 OUTPUT_TYPES = ("image", "latent", "both")
 
@@ -34,16 +34,17 @@ class OmniDiffusionSamplingParams:
         num_outputs_per_prompt: how many pictures the request makes.
         seed: noise of output ``i`` comes from a CPU generator seeded ``seed + i``; ``None`` draws a seed,
             which the output reports.
-        generator: generators to draw from instead, one, or one per output; each serves one request, since its stream
-            goes on with every draw.
+        generator: generators to draw from instead of ``seed``, one, or one per output; each serves one request, since
+            its stream goes on with every draw.
         latents: initial latents, float ``(num_outputs_per_prompt, ...)`` in the model's latent layout.
-        max_sequence_length: longest prompt in text tokens.
+        max_sequence_length: longest prompt in text tokens; longer ones are cut, as the pipelines do.
         output_type: ``"latent"`` leaves out the decoding, ``"image"`` and ``"both"`` do it; the output has the latents
             either way.
         lora_request: name of a PEFT adapter of the transformer; ``None`` takes the transformer as it stands.
         lora_scale: multiplies the adapter's own scaling; 0 is the base model.
         extra_args: the algorithm's own arguments (``noise_level``, ``sde_type``, ``sde_window_size``,
-            ``sde_window_range``, ``logprobs``), see :mod:`omnibatch.algorithms`.
+            ``sde_window_range``, ``sde_window_scope``, ``sde_window_seed``, ``logprobs``, ``shared_noise``); what they
+            mean and default to says :func:`omnibatch.algorithms.sde_arguments`.
     """
 
     height: int | None = None
@@ -69,10 +70,10 @@ class OmniDiffusionSamplingParams:
             ValueError: naming the field, its value and what would be right.
         """
         for name in ("num_inference_steps", "num_outputs_per_prompt"):
-            _require_positive_integer(name, getattr(self, name))
+            require_positive_integer(name, getattr(self, name))
         for name in ("height", "width", "max_sequence_length"):
             if getattr(self, name) is not None:
-                _require_positive_integer(name, getattr(self, name))
+                require_positive_integer(name, getattr(self, name))
         for name in ("guidance_scale", "true_cfg_scale", "lora_scale"):
             value = getattr(self, name)
             if value is not None and not is_finite(value):
@@ -89,6 +90,8 @@ class OmniDiffusionSamplingParams:
             self._validate_sigmas()
         if self.latents is not None and not isinstance(self.latents, torch.Tensor):
             raise ValueError(f"latents must be a tensor, got {type(self.latents).__name__}")
+        if self.latents is not None and not self.latents.is_floating_point():
+            raise ValueError(f"latents must be of a floating-point dtype, got {self.latents.dtype}")
         generators = self.generator if isinstance(self.generator, (list, tuple)) else [self.generator]
         strange = [generator for generator in generators if not isinstance(generator, torch.Generator)]
         if self.generator is not None and strange:
@@ -129,6 +132,18 @@ class OmniDiffusionSamplingParams:
         return [torch.Generator().manual_seed(first + index) for index in range(count)]
 
 
+NEGATIVE_FIELDS = (
+    "negative_prompt",
+    "negative_prompt_token_ids",
+    "negative_prompt_ids",
+    "negative_prompt_mask",
+    "negative_extra_prompt_ids",
+    "negative_prompt_embeds",
+    "negative_prompt_embeds_mask",
+    "negative_pooled_prompt_embeds",
+)
+
+
 @dataclass
 class OmniDiffusionRequest:
     """One logical request: a prompt, how to sample it, and an id.
@@ -161,6 +176,11 @@ class OmniDiffusionRequest:
         validate_request_id(self.request_id)
         if not isinstance(self.prompt, (str, dict)):
             raise ValueError(f"prompt must be a string or a dict, got {type(self.prompt).__name__}")
+        for name in self.prompt if isinstance(self.prompt, dict) else ():
+            # Trainers put fields of their own beside the known ones. A slip in a negative one would go unseen, since
+            # the request would be unguided; one in a positive one shows by what is missing.
+            if str(name).startswith("neg") and name not in NEGATIVE_FIELDS:
+                raise ValueError(f"prompt has no field {name!r}; known are {', '.join(NEGATIVE_FIELDS)}")
         if not isinstance(self.sampling_params, OmniDiffusionSamplingParams):
             given = type(self.sampling_params).__name__
             raise ValueError(f"sampling_params must be OmniDiffusionSamplingParams, got {given}")
@@ -292,21 +312,8 @@ def requested_steps(request: OmniDiffusionRequest) -> int:
     return int(steps) if is_integer(steps) else 0
 
 
-def is_integer(value: Any) -> bool:
-    """Whether it is an integer of any library, and no truth value."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def is_finite(value: Any) -> bool:
-    """Whether it is a finite real number of any library, and no truth value."""
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(float(value))
-    except OverflowError:
-        return False
-
-
-def _require_positive_integer(name: str, value: Any) -> None:
-    if not (is_integer(value) and value > 0):
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+def request_list(requests: Iterable[OmniDiffusionRequest]) -> list[OmniDiffusionRequest]:
+    """The requests as a list, or a ``ValueError`` when it is a single one."""
+    if isinstance(requests, OmniDiffusionRequest):
+        raise ValueError("requests must be a list of requests, got a single one")
+    return list(requests)

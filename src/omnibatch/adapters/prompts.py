@@ -159,6 +159,8 @@ def given_embeddings(
     if embeds is None:
         return None
     embeds = _finite_tensor(embeds, name)
+    if not embeds.is_floating_point():
+        raise ValueError(f"{name} must be of a floating-point dtype, got {embeds.dtype}")
     embeds = embeds[0] if embeds.dim() == 3 and len(embeds) == 1 else embeds
     embeds = embeds.detach().to(like)
     if embeds.dim() != 2 or embeds.shape[1] != width or not len(embeds):

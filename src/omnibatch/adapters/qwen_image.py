@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from omnibatch.adapters.base import RolloutAdapter
@@ -51,9 +53,14 @@ class QwenImageAdapter(RolloutAdapter):
         has_negative = request.prompt_field(
             "negative_prompt", "negative_prompt_token_ids", "negative_prompt_ids", "negative_prompt_embeds"
         )
-        if has_negative is None:
-            return 1.0
         scale = request.sampling_params.true_cfg_scale
+        if has_negative is None:
+            if scale is not None and scale > 1:
+                warnings.warn(
+                    f"true_cfg_scale={scale} has no effect on a prompt without a negative_prompt, which may be empty",
+                    stacklevel=2,
+                )
+            return 1.0
         return 4.0 if scale is None else float(scale)
 
     # Prepare.

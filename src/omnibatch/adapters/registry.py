@@ -87,8 +87,10 @@ def load(
         >>> type(adapter).__name__
         'QwenImageAdapter'
     """
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise ValueError(f"dtype must be a torch.dtype such as torch.bfloat16, got {dtype!r}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype must be a floating-point torch.dtype such as torch.bfloat16, got {dtype!r}")
+    if device is not None:
+        require_device(device)
     if not isinstance(model, (str, Path)):
         if device is not None or dtype is not None:
             model.to(*[argument for argument in (device, dtype) if argument is not None])
@@ -104,6 +106,14 @@ def load(
         if embedded:
             pipeline.default_sample_size = tiny.IMAGE_SIZE // pipeline.vae_scale_factor
         return adapter_class(type(pipeline).__name__, algorithm)(pipeline, algorithm)
+
+
+def require_device(device: str | torch.device) -> None:
+    """Raise a ``ValueError`` that names the device unless tensors can be made on it."""
+    try:
+        torch.empty(1, device=device).cpu()
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device: {str(device)!r} cannot be used: {str(error).splitlines()[0]}") from error
 
 
 def _read_pipeline(model: Path, algorithm: str, dtype: torch.dtype) -> DiffusionPipeline:

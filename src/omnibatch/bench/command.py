@@ -10,10 +10,10 @@ import click
 import torch
 
 from omnibatch.adapters import RolloutAdapter, load
+from omnibatch.adapters.registry import require_device
 from omnibatch.bench.floor import rollout_operations
 from omnibatch.bench.full_size import add_lora, build_pipeline, embedding_requests
 from omnibatch.bench.recipe_table import RecipeTable, Requests, measure_recipe
-from omnibatch.cli_options import require_device
 from omnibatch.prompt_files import make_requests
 from omnibatch.recipes import RECIPES, Recipe, find_recipe
 from omnibatch.rollout_files import writable_folder

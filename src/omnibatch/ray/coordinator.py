@@ -25,10 +25,10 @@ from omnibatch.request import (
     DiffusionOutput,
     OmniDiffusionRequest,
     RequestAborted,
-    is_integer,
     requested_steps,
     validate_request_id,
 )
+from omnibatch.validation import is_integer
 
 # How long the first replica that is ready waits for the others.
 GRACE_SECONDS = 60.0
@@ -76,12 +76,20 @@ class Coordinator:
             RuntimeError: when one cannot be made.
         """
         self._keepers = [asyncio.ensure_future(self._keep(replica)) for replica in self._replicas.values()]
-        waited = 0.0
+        waited = waited_for_first = 0.0
         while self.num_replicas < len(self._keepers) and waited < GRACE_SECONDS:
             if self._failure is not None:
                 raise RuntimeError(f"a replica could not be made: {last_line(self._failure)}") from self._failure
             if self.num_replicas:
                 waited += 0.1
+            elif waited_for_first < GRACE_SECONDS:
+                waited_for_first += 0.1
+                if waited_for_first >= GRACE_SECONDS:
+                    warnings.warn(
+                        f"no replica is up after {GRACE_SECONDS:.0f} s: it is large, or the cluster has no place for "
+                        f"what ray_actor_options ask (it has {ray.cluster_resources()}). The pool goes on waiting",
+                        stacklevel=2,
+                    )
             await asyncio.sleep(0.1)
         if missing := len(self._keepers) - self.num_replicas:
             warnings.warn(

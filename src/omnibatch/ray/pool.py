@@ -21,7 +21,9 @@ from omnibatch.config import RolloutConfig
 from omnibatch.ray.coordinator import Coordinator
 from omnibatch.ray.replica import Replica
 from omnibatch.ray.transfer import to_bytes
-from omnibatch.request import DiffusionOutput, OmniDiffusionRequest, RolloutError, is_integer
+from omnibatch.ray.weights import require_weights
+from omnibatch.request import DiffusionOutput, OmniDiffusionRequest, RolloutError, request_list
+from omnibatch.validation import is_finite, is_integer
 
 T = TypeVar("T")
 
@@ -30,9 +32,10 @@ class RolloutPool:
     """Rollouts on several replicas of a model, each an engine in a Ray actor on its own device.
 
     The results are those of one engine, to the bit when the configuration fixes ``rows_per_forward``, wherever a
-    request runs. A request whose replica dies or hangs runs again; one that is alone on its replica when that dies, for
-    the third time or later, fails. A ``torch.Generator`` is sent as it stands; your own does not go on. Connects
-    to Ray if the process is not connected yet, and leaves it running.
+    request runs; on a CPU, those of an engine with one thread (``torch.set_num_threads(1)``), as each replica has. A
+    request whose replica dies or hangs runs again; one that is alone on its replica when that dies, for the third time
+    or later, fails. A ``torch.Generator`` is sent as it stands; your own does not go on. Connects to Ray if the process
+    is not connected yet, and leaves it running.
 
     Args:
         model: the name of an embedded model, a diffusers folder, a hub id, or a function without arguments that makes
@@ -73,7 +76,9 @@ class RolloutPool:
             raise ValueError(
                 f"model must be a name, a folder, a hub id or a function that makes an adapter, got {model!r}"
             )
-        self.config = config or RolloutConfig()
+        if not is_finite(health_check_timeout_s) or health_check_timeout_s <= 0:
+            raise ValueError(f"health_check_timeout_s must be a positive number, got {health_check_timeout_s!r}")
+        self.config = RolloutConfig.of(config)
         make_adapter = model if callable(model) else partial(load, model, algorithm)
         make_actor = partial(_make_actor, make_adapter, self.config, dict(ray_actor_options or {}))
         # What runs and as much again, so that a replica need not wait for the pool.
@@ -185,9 +190,11 @@ class RolloutPool:
             The new version.
 
         Raises:
-            ValueError: naming a weight that the transformer lacks or has in another shape; nothing has changed then.
+            ValueError: naming what is no tensor, or a weight that the transformer lacks or has in another shape;
+                nothing has changed then.
             RuntimeError: when weights are being updated already, or the pool is closed.
         """
+        require_weights(state_dict, lora_config)
         reference = ray.put({name: to_bytes(tensor) for name, tensor in state_dict.items()})
         # The very bytes that lie in the store; they outlive it, in case Ray is restarted.
         kept = ray.get(reference)
@@ -231,7 +238,7 @@ class RolloutPool:
 
     def _run(self, requests: Iterable[OmniDiffusionRequest], progress: bool) -> Iterator[tuple[int, DiffusionOutput]]:
         """Run requests and give each output with its request's place in the list."""
-        requests = list(requests)
+        requests = request_list(requests)
         arrived: queue.SimpleQueue[Future[DiffusionOutput]] = queue.SimpleQueue()
         place_of = {ended: place for place, ended in enumerate(self._submit(requests))}
         for ended in list(place_of):

@@ -46,6 +46,17 @@ class WeightsUpdate(NamedTuple):
         return same_kind and self.adapter_name == other.adapter_name and self.names >= other.names
 
 
+def require_weights(state_dict: Any, lora_config: Any) -> None:
+    """Raise a ``ValueError`` that names the argument unless these can be weights, and the LoRA's configuration."""
+    if not isinstance(state_dict, Mapping) or not state_dict:
+        raise ValueError(f"state_dict must hold tensors by name, as state_dict() gives them, got {state_dict!r:.80}")
+    for name, tensor in state_dict.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"state_dict[{name!r}] must be a tensor, got {type(tensor).__name__}")
+    if lora_config is not None and not hasattr(lora_config, "peft_type"):
+        raise ValueError(f"lora_config must be a peft.LoraConfig, got {type(lora_config).__name__}")
+
+
 def write_weights(
     transformer: Any, sent: Mapping[str, TensorBytes], lora_config: Any = None, adapter_name: str = "default"
 ) -> None:
@@ -94,7 +105,8 @@ def write_weights(
 def _require_fitting(weights: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], complete: bool) -> None:
     for name, tensor in weights.items():
         if name not in own:
-            raise ValueError(f"state_dict holds {name!r}, which the transformer lacks")
+            hint = "; a LoRA's weights need its lora_config beside them" if "lora_" in name and not complete else ""
+            raise ValueError(f"state_dict holds {name!r}, which the transformer lacks{hint}")
         if own[name].shape != tensor.shape:
             raise ValueError(
                 f"state_dict[{name!r}] must have the shape {tuple(own[name].shape)}, got {tuple(tensor.shape)}"
