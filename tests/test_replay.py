@@ -148,6 +148,13 @@ def test_outputs_without_log_probs_are_named(adapter, make_request):
         replay_log_probs(adapter, [ob.DiffusionOutput("failed", error=ValueError())])
 
 
+@pytest.mark.parametrize("size", [0, -1, 2.5, True])
+def test_a_wrong_micro_batch_is_named(adapter, make_request, size):
+    outputs = ob.RolloutEngine(adapter).generate([make_request()])
+    with pytest.raises(ValueError, match=f"micro_batch_size must be a positive integer, got {size}"):
+        replay_log_probs(adapter, outputs, micro_batch_size=size)
+
+
 def test_an_adapter_without_the_lifecycle_is_named(adapter, make_request):
     outputs = ob.RolloutEngine(adapter).generate([make_request()])
     with pytest.raises(ValueError, match="adapter must be a RolloutAdapter for a replay, got PackedForward"):

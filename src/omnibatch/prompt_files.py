@@ -11,8 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from omnibatch.request import OmniDiffusionRequest, OmniDiffusionSamplingParams
-from omnibatch.validation import is_integer
+from omnibatch.request import OmniDiffusionRequest, OmniDiffusionSamplingParams, requested_outputs
 
 Prompt = str | dict[str, Any]
 
@@ -76,8 +75,7 @@ def make_requests(
         >>> [(request.request_id, request.sampling_params.seed) for request in requests]
         [('0000-00', 5), ('0000-01', 6), ('0001-00', 7), ('0001-01', 8)]
     """
-    # One that is no number is its request's error, not the list's.
-    outputs = sampling_params.num_outputs_per_prompt if is_integer(sampling_params.num_outputs_per_prompt) else 1
+    outputs = requested_outputs(sampling_params)
     requests = []
     for prompt_index, prompt in enumerate(prompts):
         if negative_prompt is not None:

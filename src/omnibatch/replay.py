@@ -15,6 +15,7 @@ from omnibatch.request import DiffusionOutput, OmniDiffusionRequest
 from omnibatch.sde import SampledStep, sample_step, schedule_coefficients
 from omnibatch.step_batch import StepBatch, pad_rows
 from omnibatch.step_state import PromptEncoding, StepRequestState
+from omnibatch.validation import require_positive_integer
 
 
 def replay_log_probs(
@@ -195,8 +196,8 @@ def _replay(
     """Each output's window, a step after the other."""
     if not isinstance(adapter, RolloutAdapter):
         raise ValueError(f"adapter must be a RolloutAdapter for a replay, got {type(adapter).__name__}")
-    if micro_batch_size is not None and micro_batch_size < 1:
-        raise ValueError(f"micro_batch_size must be a positive integer, got {micro_batch_size!r}")
+    if micro_batch_size is not None:
+        require_positive_integer("micro_batch_size", micro_batch_size)
     results: list[list[SampledStep]] = [[] for _ in outputs]
     by_shape: dict[Any, list[tuple[int, int, StepRequestState]]] = {}
     for index, output in enumerate(outputs):

@@ -312,6 +312,12 @@ def requested_steps(request: OmniDiffusionRequest) -> int:
     return int(steps) if is_integer(steps) else 0
 
 
+def requested_outputs(sampling_params: Any) -> int:
+    """Outputs that a request asks for; 1 where what it asks for is no number."""
+    outputs = getattr(sampling_params, "num_outputs_per_prompt", 1)
+    return int(outputs) if is_integer(outputs) else 1
+
+
 def request_list(requests: Iterable[OmniDiffusionRequest]) -> list[OmniDiffusionRequest]:
     """The requests as a list, or a ``ValueError`` when it is a single one."""
     if isinstance(requests, OmniDiffusionRequest):

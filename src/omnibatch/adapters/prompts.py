@@ -24,7 +24,7 @@ class EncodingCache:
     def __init__(self, num_recent: int = 8):
         self._in_flight: WeakValueDictionary[Hashable, PromptEncoding] = WeakValueDictionary()
         self._recent: deque[PromptEncoding] = deque(maxlen=num_recent)
-        self._modules: dict[torch.nn.Module, list[Mapping[str, torch.nn.Parameter | None]]] = {}
+        self._parameter_dicts: dict[torch.nn.Module, list[Mapping[str, torch.nn.Parameter | None]]] = {}
         self._versions: dict[torch.nn.Module, tuple[list[int], int]] = {}
 
     def get(
@@ -49,11 +49,11 @@ class EncodingCache:
 
     def _version(self, encoder: torch.nn.Module) -> Hashable:
         """A number that changes with the encoder's weights, whether they were written to or replaced."""
-        if encoder not in self._modules:
+        if encoder not in self._parameter_dicts:
             # Walking the modules of a large encoder takes longer than preparing a request. What each holds its
             # parameters in stays the same when they are replaced.
-            self._modules[encoder] = [module._parameters for module in encoder.modules() if module._parameters]
-        weights = [weight for held in self._modules[encoder] for weight in held.values() if weight is not None]
+            self._parameter_dicts[encoder] = [module._parameters for module in encoder.modules() if module._parameters]
+        weights = [weight for held in self._parameter_dicts[encoder] for weight in held.values() if weight is not None]
         state = [number for weight in weights for number in (id(weight), weight._version)]
         known, version = self._versions.get(encoder, ([], 0))
         if state != known:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -25,10 +26,10 @@ from omnibatch.request import (
     DiffusionOutput,
     OmniDiffusionRequest,
     RequestAborted,
+    requested_outputs,
     requested_steps,
     validate_request_id,
 )
-from omnibatch.validation import is_integer
 
 # How long the first replica that is ready waits for the others.
 GRACE_SECONDS = 60.0
@@ -76,21 +77,11 @@ class Coordinator:
             RuntimeError: when one cannot be made.
         """
         self._keepers = [asyncio.ensure_future(self._keep(replica)) for replica in self._replicas.values()]
-        waited = waited_for_first = 0.0
-        while self.num_replicas < len(self._keepers) and waited < GRACE_SECONDS:
-            if self._failure is not None:
-                raise RuntimeError(f"a replica could not be made: {last_line(self._failure)}") from self._failure
-            if self.num_replicas:
-                waited += 0.1
-            elif waited_for_first < GRACE_SECONDS:
-                waited_for_first += 0.1
-                if waited_for_first >= GRACE_SECONDS:
-                    warnings.warn(
-                        f"no replica is up after {GRACE_SECONDS:.0f} s: it is large, or the cluster has no place for "
-                        f"what ray_actor_options ask (it has {ray.cluster_resources()}). The pool goes on waiting",
-                        stacklevel=2,
-                    )
-            await asyncio.sleep(0.1)
+        if not await self._are_up(1, GRACE_SECONDS):
+            place = f"the cluster has no place for what ray_actor_options ask (it has {ray.cluster_resources()})"
+            warnings.warn(f"no replica is up yet: it is large, or {place}. The pool goes on waiting", stacklevel=2)
+            await self._are_up(1, float("inf"))
+        await self._are_up(len(self._keepers), GRACE_SECONDS)
         if missing := len(self._keepers) - self.num_replicas:
             warnings.warn(
                 f"{missing} of {len(self._keepers)} replicas are not up: the cluster may lack the resources for them. "
@@ -187,6 +178,17 @@ class Coordinator:
             self._updating = False
             self._dispatch_soon()
 
+    async def _are_up(self, count: int, seconds: float) -> bool:
+        """Whether so many replicas are up within so many seconds; raises when one cannot be made."""
+        deadline = time.monotonic() + seconds
+        while self.num_replicas < count:
+            if self._failure is not None:
+                raise RuntimeError(f"a replica could not be made: {last_line(self._failure)}") from self._failure
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(0.1)
+        return True
+
     async def _let_one_take(self, updates: Sequence[WeightsUpdate]) -> str:
         """Let one replica take the updates, which shows whether the others can, and return its name."""
         while True:
@@ -216,8 +218,7 @@ class Coordinator:
         validate_request_id(request.request_id)
         self._require_replicas()
         pending = PendingRequest(request, with_seed(request), ended)
-        outputs = getattr(request.sampling_params, "num_outputs_per_prompt", 1)
-        work = requested_steps(request) * (int(outputs) if is_integer(outputs) else 1)
+        work = requested_steps(request) * requested_outputs(request.sampling_params)
         self._assignment.add(request.request_id, group_of(request), work)
         self._pending[request.request_id] = pending
 

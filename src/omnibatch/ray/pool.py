@@ -23,7 +23,7 @@ from omnibatch.ray.replica import Replica
 from omnibatch.ray.transfer import to_bytes
 from omnibatch.ray.weights import require_weights
 from omnibatch.request import DiffusionOutput, OmniDiffusionRequest, RolloutError, request_list
-from omnibatch.validation import is_finite, is_integer
+from omnibatch.validation import is_finite, require_positive_integer
 
 T = TypeVar("T")
 
@@ -70,8 +70,7 @@ class RolloutPool:
         ray_actor_options: Mapping[str, Any] | None = None,
         health_check_timeout_s: float = 300.0,
     ):
-        if not is_integer(num_replicas) or num_replicas < 1:
-            raise ValueError(f"num_replicas must be a positive integer, got {num_replicas!r}")
+        require_positive_integer("num_replicas", num_replicas)
         if not callable(model) and not isinstance(model, (str, Path)):
             raise ValueError(
                 f"model must be a name, a folder, a hub id or a function that makes an adapter, got {model!r}"
